@@ -1,0 +1,134 @@
+"""One declaration per parameter, and what is derived from it: values, abstract tree, shardings, counts, trainable parts.
+
+A parameter tree is nested dicts. Layers are stacked on the leading axis of every leaf under `blocks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from models import prng, sharding
+from models.sharding import Layout, LoraArray
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+  """Shape, logical axes and initializer of one parameter.
+
+  Attributes:
+    shape: array shape.
+    axes: a logical axis (or None) for each dimension.
+    init: 'normal' draws with standard deviation fan_in ** -0.5; fan_in is the product of the dimensions named by `inputs`.
+    inputs: which dimensions a matmul contracts.
+  """
+  shape: tuple[int, ...]
+  axes: tuple[str | None, ...]
+  init: Literal['normal', 'zeros', 'ones']
+  inputs: tuple[int, ...] = ()
+
+  def __post_init__(self):
+    if len(self.shape) != len(self.axes):
+      raise ValueError(f'ParamSpec shape {self.shape} and axes {self.axes} differ in length.')
+
+
+def _is_spec(leaf) -> bool:
+  return isinstance(leaf, ParamSpec)
+
+
+def path_name(path) -> str:
+  """Return 'blocks/attention/q' for a key path."""
+  return '/'.join(str(getattr(part, 'key', getattr(part, 'name', getattr(part, 'idx', part)))) for part in path)
+
+
+def named_leaves(tree: Tree, is_leaf: Callable | None = None) -> Iterator[tuple[str, Any]]:
+  """Yield (path name, leaf) in tree order."""
+  for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
+    yield path_name(path), leaf
+
+
+def map_named(function: Callable, tree: Tree, *rest: Tree, is_leaf: Callable | None = None) -> Tree:
+  """Map `function(name, leaf, *others)` over a tree."""
+  return jax.tree_util.tree_map_with_path(lambda path, *leaves: function(path_name(path), *leaves), tree, *rest, is_leaf=is_leaf)
+
+
+def spec_shardings(specs: Tree, mesh: Mesh, layout: Layout) -> Tree:
+  """Return the NamedSharding of every declared parameter.
+
+  Raises:
+    ValueError: a dimension does not divide over its mesh axes; the message names the parameter.
+  """
+  table = dict(layout.rules)
+
+  def leaf(name, spec):
+    partition = layout.spec(*spec.axes)
+    for size, axis in zip(spec.shape, spec.axes):
+      if axis in table:
+        sharding.check_divides(f'parameter {name} {spec.shape}: axis {axis!r}', size, table[axis], mesh)
+    return NamedSharding(mesh, partition)
+
+  return map_named(leaf, specs, is_leaf=_is_spec)
+
+
+def replicate_indivisible(layout: Layout, mesh: Mesh, num_kv_heads: int) -> Layout:
+  """Return the layout with kv heads whole on every device when they do not divide over `tensor` (each shard then takes those it needs)."""
+  if num_kv_heads % mesh.shape['tensor'] == 0:
+    return layout
+  rules = tuple((name, () if name == 'kv_heads' else axes) for name, axes in layout.rules)
+  return Layout(**{**vars(layout), 'rules': rules})
+
+
+def abstract(specs: Tree, mesh: Mesh, layout: Layout, dtype: str = 'float32') -> Tree:
+  """Return ShapeDtypeStructs with shardings: what a checkpoint or weight file is restored to."""
+  return jax.tree.map(lambda spec, place: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype), sharding=place),
+                      specs, spec_shardings(specs, mesh, layout), is_leaf=_is_spec)
+
+
+def init(specs: Tree, seed: int, mesh: Mesh, layout: Layout, dtype: str = 'float32') -> Tree:
+  """Draw initial values straight into their shards; the key of each folds in its name, so adding one changes no other."""
+
+  def leaf(name, spec):
+    if spec.init == 'zeros':
+      return jnp.zeros(spec.shape, dtype)
+    if spec.init == 'ones':
+      return jnp.ones(spec.shape, dtype)
+    scale = math.prod(spec.shape[dim] for dim in spec.inputs) ** -0.5
+    return (jax.random.normal(prng.stream_key(seed, f'init/{name}'), spec.shape, jnp.float32) * scale).astype(dtype)
+
+  make = jax.jit(lambda: map_named(leaf, specs, is_leaf=_is_spec), out_shardings=spec_shardings(specs, mesh, layout))
+  with jax.set_mesh(mesh):
+    return make()
+
+
+def split(tree: Tree, is_trainable: Callable[[str], bool]) -> tuple[Tree, Tree]:
+  """Return (trainable, frozen): the tree twice, with None at the places that belong to the other."""
+  trainable = map_named(lambda name, leaf: leaf if is_trainable(name) else None, tree)
+  frozen = map_named(lambda name, leaf: None if is_trainable(name) else leaf, tree)
+  return trainable, frozen
+
+
+def combine(trainable: Tree, frozen: Tree) -> Tree:
+  """Undo `split`."""
+  return jax.tree.map(lambda a, b: b if a is None else a, trainable, frozen, is_leaf=lambda leaf: leaf is None)
+
+
+def count(tree: Tree) -> int:
+  """Return the number of values in a tree of arrays, abstract arrays or ParamSpecs."""
+  return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree, is_leaf=_is_spec))
+
+
+def is_lora(leaf) -> bool:
+  return isinstance(leaf, LoraArray)
+
+
+def unstack(blocks: Mapping[str, Any], num_layers: int) -> tuple[Mapping[str, Any], ...]:
+  """Return one tree per layer from the stacked `blocks`."""
+  return tuple(jax.tree.map(lambda leaf: leaf[layer], blocks) for layer in range(num_layers))

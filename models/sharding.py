@@ -1,0 +1,213 @@
+"""Meshes, layouts, and the two functions through which every weight meets an activation.
+
+A `Layout` says how a model is computed: one table from logical to mesh axes, the attention kernel, rematerialization, precision. It is a
+frozen static argument and is passed, never ambient: two traces under different ambient rules would share one jit cache entry.
+
+Mesh axes are explicit, so the type of every array carries its sharding. `einsum` reads it to see that a weight is split over `fsdp` and
+gathers it; gradients come back with the parameters' shardings, and a wrong layout is an error at trace time.
+
+What XLA's CPU backend teaches (measured): a bf16 dot is native only when it is asked for a float32 result, in backward too. Left to JAX,
+the transposed dots get float32 cotangents and fall off that path (2x slower), so the linear map has its own backward.
+
+Leaves of a parameter tree are arrays or `LoraArray`s; only this file looks inside. The algorithm that makes a LoraArray is `lora`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+import functools
+import math
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+# Slow networks first: neighbors in the last axis talk the most.
+AXES = ('data', 'fsdp', 'seq', 'tensor')
+DTYPES = ('float32', 'bfloat16', 'float16')
+
+Rules = tuple[tuple[str, tuple[str, ...]], ...]
+
+_RULES: Rules = (
+    ('batch', ('data', 'fsdp')),
+    ('length', ('seq',)),
+    ('act_heads', ('tensor',)),
+    ('act_mlp', ('tensor',)),
+    ('act_vocab', ('tensor',)),
+    ('embed', ('fsdp',)),
+    ('heads', ('tensor',)),
+    ('kv_heads', ('tensor',)),
+    ('mlp', ('tensor',)),
+    ('vocab', ('tensor',)),
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+  """How a model is computed; what it computes is `ModelConfig`'s.
+
+  Attributes:
+    rules: logical axis -> mesh axes; an axis not listed is not split.
+    attention: kernel, one of `attention.KERNELS`, or 'auto' for the best one here.
+    remat: what backward keeps of a block: 'none' keeps everything, 'full' only the block's input, else a comma list of names from
+      `transformer.CHECKPOINT_NAMES`.
+    scan: run the stacked layers under `lax.scan` (compile time independent of depth); False unrolls them.
+    compute_dtype: of matmul operands and the residual stream; softmax, norms' statistics, logprobs and losses are float32 always.
+  """
+  rules: Rules = _RULES
+  attention: str = 'auto'
+  remat: str = 'none'
+  scan: bool = True
+  compute_dtype: str = 'float32'
+
+  def __post_init__(self):
+    if self.compute_dtype not in DTYPES:
+      raise ValueError(f'layout.compute_dtype={self.compute_dtype!r} is unknown; use one of {DTYPES}.')
+    for logical, axes in self.rules:
+      if set(axes) - set(AXES):
+        raise ValueError(f'layout.rules: {logical!r} -> {axes} names an unknown mesh axis; use some of {AXES}.')
+
+  def spec(self, *logical: str | None) -> P:
+    """Return the partition of an array with these logical axes.
+
+    Raises:
+      ValueError: two of the axes would use the same mesh axis.
+    """
+    table = dict(self.rules)
+    parts = [table.get(name, ()) if name is not None else () for name in logical]
+    used = [axis for part in parts for axis in part]
+    if len(used) != len(set(used)):
+      raise ValueError(f'layout.rules put one mesh axis twice on an array with axes {logical}: {parts}; change one of the rules.')
+    return P(*(part if len(part) > 1 else (part[0] if part else None) for part in parts))
+
+  @property
+  def dtype(self) -> jnp.dtype:
+    return jnp.dtype(self.compute_dtype)
+
+
+TRAIN = Layout()
+# Decoding splits rows over every axis but `tensor`, and keeps weights whole over `fsdp`: gathering them for each token would dominate.
+ROLLOUT = Layout(rules=tuple(
+    (name, ('data', 'fsdp', 'seq') if name == 'batch' else () if name in ('length', 'embed') else axes) for name, axes in _RULES))
+
+
+def make_mesh(*, data: int = 1, fsdp: int = 1, seq: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+  """Arrange devices (default: all) in a mesh with explicit axes `AXES`; one size may be -1 for "the rest".
+
+  Raises:
+    ValueError: the sizes do not multiply to the number of devices.
+  """
+  devices = jax.devices() if devices is None else devices
+  sizes = dict(zip(AXES, (data, fsdp, seq, tensor)))
+  shown = ' x '.join(f'{name}={size}' for name, size in sizes.items())
+  free = [name for name, size in sizes.items() if size == -1]
+  known = math.prod(size for size in sizes.values() if size != -1)
+  if len(free) > 1 or known < 1 or min(sizes.values()) < -1 or 0 in sizes.values():
+    raise ValueError(f'mesh {shown} is not a mesh; sizes are positive, and at most one may be -1 for the rest.')
+  if free and len(devices) % known == 0:
+    sizes[free[0]] = len(devices) // known
+  if math.prod(sizes.values()) != len(devices):
+    raise ValueError(f'mesh {shown} does not match the {len(devices)} devices here ({devices[0].platform}); the sizes must multiply to '
+                     f'{len(devices)}. On CPU, --config.cpu_devices=N simulates N devices.')
+  return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Explicit,) * len(AXES), devices=devices)
+
+
+def current_mesh() -> Mesh:
+  """Return the mesh set by `jax.set_mesh`.
+
+  Raises:
+    RuntimeError: none is set; a model is always computed on a mesh, if only of one device.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty or tuple(mesh.axis_names) != AXES:
+    raise RuntimeError(f'No mesh with axes {AXES} is set (got {mesh.axis_names}); compute inside `with jax.set_mesh(sharding.make_mesh()):`.')
+  return mesh
+
+
+def check_divides(name: str, size: int, axes: Sequence[str], mesh: Mesh) -> None:
+  """Raise ValueError if `size` does not split evenly over the mesh axes."""
+  shards = math.prod(mesh.shape[axis] for axis in axes)
+  if size % shards:
+    raise ValueError(f'{name}={size} does not divide over mesh axes {tuple(axes)} of {shards} shards; '
+                     f'use a multiple of {shards} or a smaller mesh.')
+
+
+@struct.dataclass
+class LoraArray:
+  """A weight W plus a low-rank update: W + scale a b (arXiv:2106.09685 eq. 3).
+
+  Attributes:
+    base: the frozen weight, its input axes first.
+    a: [*inputs, R].
+    b: [R, *outputs].
+    scale: alpha / R, or alpha / sqrt(R) when rank-stabilized (arXiv:2312.03732).
+  """
+  base: jax.Array
+  a: jax.Array
+  b: jax.Array
+  scale: float = struct.field(pytree_node=False)
+
+
+def constrain(x: jax.Array, layout: Layout, *logical: str | None) -> jax.Array:
+  """Give `x` the sharding of these logical axes."""
+  return jax.reshard(x, layout.spec(*logical))
+
+
+def einsum(expression: str, x: jax.Array, weight: jax.Array | LoraArray, layout: Layout, *out_axes: str | None) -> jax.Array:
+  """Multiply an activation by a weight; the result has logical axes `out_axes` and the layout's compute dtype.
+
+  Operands are cast to the compute dtype, sums are float32, a weight split over the batch's mesh axes is gathered, and its gradient is
+  reduced straight to the weight's own sharding and dtype.
+  """
+  if isinstance(weight, LoraArray):
+    inputs, rest = expression.split(',')
+    letters, outputs = rest.split('->')
+    contracted = ''.join(c for c in letters if c in inputs)
+    kept = ''.join(c for c in letters if c not in inputs)
+    batch = ''.join(c for c in inputs if c not in contracted)
+    axes = tuple(out_axes[outputs.index(c)] for c in batch)
+    low = einsum(f'{inputs},{contracted}R->{batch}R', x, weight.a, layout, *axes, None)
+    update = einsum(f'{batch}R,R{kept}->{outputs}', low, weight.b, layout, *out_axes)
+    return einsum(expression, x, jax.lax.stop_gradient(weight.base), layout, *out_axes) + update * jnp.asarray(weight.scale, update.dtype)
+  return _linear(expression, layout.spec(*out_axes), x.astype(layout.dtype), weight)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _linear(expression, out_spec, x, weight):
+  return _dot(expression, x, gathered(weight.astype(x.dtype)), out_spec).astype(x.dtype)
+
+
+def _linear_forward(expression, out_spec, x, weight):
+  return _linear(expression, out_spec, x, weight), (x, weight)
+
+
+def _linear_backward(expression, out_spec, saved, gradient):
+  del out_spec
+  x, weight = saved
+  inputs, rest = expression.split(',')
+  letters, outputs = rest.split('->')
+  gradient = gradient.astype(x.dtype)
+  dx = _dot(f'{outputs},{letters}->{inputs}', gradient, gathered(weight.astype(x.dtype)), jax.typeof(x).sharding.spec)
+  dweight = _dot(f'{inputs},{outputs}->{letters}', x, gradient, jax.typeof(weight).sharding.spec)
+  return dx.astype(x.dtype), dweight.astype(weight.dtype)
+
+
+_linear.defvjp(_linear_forward, _linear_backward)
+
+
+def _dot(expression, a, b, spec):
+  return jnp.einsum(expression, a, b, preferred_element_type=jnp.float32, out_sharding=spec)
+
+
+def gathered(weight: jax.Array) -> jax.Array:
+  """Return a weight whole over every mesh axis but `tensor`, as a computation needs it."""
+  spec = jax.typeof(weight).sharding.spec
+  kept = P(*('tensor' if 'tensor' in (part if isinstance(part, tuple) else (part,)) else None for part in spec))
+  return weight if kept == spec else jax.reshard(weight, kept)
+
+
+def named_shardings(specs, mesh: Mesh):
+  """Turn a tree of PartitionSpecs into NamedShardings on `mesh`."""
+  return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, P))

@@ -1,0 +1,234 @@
+"""Documents into fixed rows: which row each goes to, what the rows hold, and how rows reach the devices.
+
+A row of a `Batch` holds whole documents one after the other. Everything a loss needs beside the logits is decided here, on the host:
+`loss_weight_BT` already contains the mask, the aggregation and the denominator of the whole optimizer step, so micro-batches, hosts and
+devices only add up. The weight sits at the place that predicts: place t carries the weight of the token at t + 1 of the same document.
+
+Deliberately absent: splitting a document over rows (its context would be lost in silence), and any token id that means padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+import math
+from typing import Literal, get_args
+
+import jax
+import numpy as np
+
+from rl.types import Batch, Document
+
+Aggregation = Literal['token_mean', 'sequence_mean', 'token_sum']
+
+
+def plan(lengths: Iterable[int], rows: int, length: int) -> tuple[list[list[int]], int]:
+  """Assign documents to rows first-fit, in order, up to the first that fits in no row.
+
+  Order is kept so that the documents of a step are a prefix of the stream: its position is then one integer. `lengths` is read lazily, one
+  past the last document taken.
+
+  Args:
+    lengths: tokens of each document.
+    rows: number of rows.
+    length: tokens a row holds.
+
+  Returns:
+    The indices of the documents in each row, and how many documents were taken.
+
+  Raises:
+    ValueError: `rows` or `length` below 1, or a document that is empty or longer than a row.
+  """
+  _check_at_least_one(rows=rows, length=length)
+  free = np.full(rows, length)
+  assignment: list[list[int]] = [[] for _ in range(rows)]
+  num_taken = 0
+  for size in lengths:
+    if not 1 <= size <= length:
+      raise ValueError(f'Document {num_taken} has {size} tokens, a row holds 1 to length={length}; drop or truncate it, or raise length.')
+    row = int(np.argmax(free >= size))
+    if free[row] < size:
+      break
+    free[row] -= size
+    assignment[row].append(num_taken)
+    num_taken += 1
+  return assignment, num_taken
+
+
+def num_targets(documents: Iterable[Document]) -> int:
+  """Return how many tokens are to be learned; a document's first token is predicted by nothing and never counts."""
+  return sum(int(np.count_nonzero(document.loss_mask_T[1:])) for document in documents)
+
+
+def step_denominator(documents: Sequence[Document], aggregation: Aggregation) -> int:
+  """Return what the loss of one optimizer step is divided by, from all of its documents: those of every micro-batch and every host.
+
+  Returns:
+    `token_mean`: the number of targets. `sequence_mean`: the number of documents with a target. `token_sum`: 1.
+
+  Raises:
+    ValueError: an unknown aggregation, or a mean over nothing.
+  """
+  _check_aggregation(aggregation)
+  if aggregation == 'token_sum':
+    return 1
+  if aggregation == 'token_mean':
+    denominator = num_targets(documents)
+  else:
+    denominator = sum(num_targets([document]) > 0 for document in documents)
+  if denominator == 0:
+    sources = ', '.join(document.source or '(unnamed)' for document in documents[:3]) or 'none'
+    raise ValueError(
+        f'aggregation={aggregation!r} averages over the tokens to learn, and none of the {len(documents)} documents has one '
+        f'(first ones: {sources}); loss_mask_T must be true somewhere after the first token.')
+  return denominator
+
+
+def pack(
+    documents: Sequence[Document], rows: int, length: int, *, denominator: float | None = None, aggregation: Aggregation = 'token_mean',
+) -> Batch:
+  """Pack all the documents into a numpy `Batch` of shape [rows, length].
+
+  Args:
+    documents: they must all fit (see `plan`).
+    rows: number of rows B.
+    length: tokens T of a row.
+    denominator: of the whole step (see `step_denominator`); None means that these documents are the whole step.
+    aggregation: how token losses become one number.
+
+  Raises:
+    ValueError: the documents do not fit, or what `plan`, `step_denominator` and `pack_rows` refuse.
+  """
+  assignment, num_taken = plan((len(document.tokens_T) for document in documents), rows, length)
+  if num_taken < len(documents):
+    raise ValueError(
+        f'Only the first {num_taken} of {len(documents)} documents fit into rows={rows} of length={length}; '
+        'pass fewer documents, or raise rows or length.')
+  if denominator is None:
+    denominator = step_denominator(documents, aggregation)
+  return pack_rows([[documents[index] for index in row] for row in assignment], length, denominator=denominator, aggregation=aggregation)
+
+
+def pack_rows(rows: Sequence[Sequence[Document]], length: int, *, denominator: float, aggregation: Aggregation = 'token_mean') -> Batch:
+  """Lay out rows whose documents are already chosen as a numpy `Batch` of shape [len(rows), length]; an empty row is all padding.
+
+  A target's weight is 1 / denominator, and under `sequence_mean` also divided by the number of targets in its document.
+
+  Raises:
+    ValueError: a row too long, a denominator that is not a positive number, an unknown aggregation.
+  """
+  _check_aggregation(aggregation)
+  if not (denominator > 0 and math.isfinite(denominator)):
+    raise ValueError(f'denominator={denominator} must be positive and finite; it is the step_denominator of the whole optimizer step.')
+  shape = (len(rows), length)
+  tokens_BT, targets_BT, positions_BT, segment_ids_BT = (np.zeros(shape, np.int32) for _ in range(4))
+  loss_weight_BT = np.zeros(shape, np.float32)
+  for row, documents in enumerate(rows):
+    total = sum(len(document.tokens_T) for document in documents)
+    if total > length:
+      raise ValueError(f'Row {row} is given {total} tokens in {len(documents)} documents, it holds length={length}; plan rows with `plan`.')
+    start = 0
+    for segment, document in enumerate(documents, start=1):
+      end = start + len(document.tokens_T)
+      tokens_BT[row, start:end] = document.tokens_T
+      targets_BT[row, start:end - 1] = document.tokens_T[1:]
+      positions_BT[row, start:end] = np.arange(end - start)
+      segment_ids_BT[row, start:end] = segment
+      divisor = denominator * max(num_targets([document]), 1) if aggregation == 'sequence_mean' else denominator
+      loss_weight_BT[row, start:end - 1] = document.loss_mask_T[1:] / divisor
+      start = end
+  return Batch(tokens_BT, targets_BT, positions_BT, segment_ids_BT, loss_weight_BT)
+
+
+def micro_batches(batch: Batch, count: int) -> list[Batch]:
+  """Split the rows into `count` batches of equal size, first rows first.
+
+  Raises:
+    ValueError: `count` does not divide the rows.
+  """
+  rows = batch.tokens_BT.shape[0]
+  if count < 1 or rows % count:
+    raise ValueError(f'count={count} micro-batches do not divide the {rows} rows of the batch; use a divisor of {rows}.')
+  size = rows // count
+  return [jax.tree.map(lambda array: array[index * size:(index + 1) * size], batch) for index in range(count)]
+
+
+def host_rows(sharding: jax.sharding.NamedSharding, rows: int) -> slice:
+  """Return which rows of a global [rows, length] batch the devices of this process hold.
+
+  Hosts that split only the length (or nothing) of a batch between them hold the same rows.
+
+  Raises:
+    ValueError: the rows do not divide over the mesh, or the mesh gives this process rows that are not next to each other.
+  """
+  row_shards, _ = _num_shards(sharding)
+  if rows < 1 or rows % row_shards:
+    raise ValueError(
+        f'rows={rows} of a batch do not divide over the {row_shards} shards that {_describe(sharding)} makes of them; '
+        f'use a multiple of {row_shards}, or a mesh with fewer of them.')
+  mine = _local_row_shards(sharding)
+  if mine != list(range(mine[0], mine[-1] + 1)):
+    raise ValueError(
+        f'{_describe(sharding)} gives process {jax.process_index()} the row shards {mine}, which have gaps; '
+        'order the devices of the mesh so that each process holds neighbors.')
+  return slice(mine[0] * rows // row_shards, (mine[-1] + 1) * rows // row_shards)
+
+
+def to_global(batch: Batch, sharding: jax.sharding.NamedSharding) -> Batch:
+  """Put this host's rows (those of `host_rows`, at full length) onto the mesh as one global batch.
+
+  Raises:
+    ValueError: rows or length do not divide over the mesh; nothing has been sent to a device then.
+  """
+  local_rows, length = batch.tokens_BT.shape
+  row_shards, length_shards = _num_shards(sharding)
+  num_mine = len(_local_row_shards(sharding))
+  if local_rows < 1 or local_rows % num_mine:
+    raise ValueError(
+        f'This process has {local_rows} rows for the {num_mine} row shards that {_describe(sharding)} gives it; '
+        f'use a multiple of {num_mine} rows, or a mesh with fewer shards.')
+  if length % length_shards:
+    raise ValueError(
+        f'length={length} does not divide over the {length_shards} shards that {_describe(sharding)} makes of it; '
+        f'use a multiple of {length_shards}.')
+  rows = local_rows // num_mine * row_shards
+  first = host_rows(sharding, rows).start
+
+  def put(local):
+    def shard(index):
+      start, stop, _ = index[0].indices(rows)
+      return local[start - first:stop - first, index[1]]
+
+    return jax.make_array_from_callback((rows, length), sharding, shard)
+
+  return jax.tree.map(put, batch)
+
+
+def _num_shards(sharding: jax.sharding.NamedSharding) -> tuple[int, int]:
+  """Return into how many parts the sharding cuts the rows and the length of a batch."""
+  if len(sharding.spec) > 2:
+    raise ValueError(f'{_describe(sharding)} has {len(sharding.spec)} dimensions, a batch has two: rows and length.')
+  axes = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in sharding.spec]
+  rows, length = (math.prod(sharding.mesh.shape[axis] for axis in entry) for entry in (axes + [(), ()])[:2])
+  return rows, length
+
+
+def _local_row_shards(sharding: jax.sharding.NamedSharding) -> list[int]:
+  # A global array with one row a shard: the rows this process can address are then the numbers of its shards.
+  shards = _num_shards(sharding)
+  indices = sharding.addressable_devices_indices_map(shards).values()
+  return sorted({index[0].indices(shards[0])[0] for index in indices})
+
+
+def _describe(sharding: jax.sharding.NamedSharding) -> str:
+  return f'{sharding.spec} on mesh {dict(sharding.mesh.shape)}'
+
+
+def _check_aggregation(aggregation: str) -> None:
+  if aggregation not in get_args(Aggregation):
+    raise ValueError(f'aggregation={aggregation!r} is unknown; use one of {", ".join(get_args(Aggregation))}.')
+
+
+def _check_at_least_one(**sizes: int) -> None:
+  for name, size in sizes.items():
+    if size < 1:
+      raise ValueError(f'{name}={size} must be at least 1.')
