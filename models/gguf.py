@@ -1,7 +1,7 @@
 """GGUF files: metadata, tensor index and dequantized tensors in numpy, and a small writer.
 
-`open_gguf` checks the whole header against the file's size before any tensor is touched, so a truncated or hostile file is one error and not
-a crash half-way through a load. Blocks are unpacked in cache-sized pieces on several threads straight into the result; float arithmetic
+`open_gguf` checks the whole header against the file's size before any tensor is touched, so a truncated or hostile file is one error, not a
+crash half-way through a load. Blocks are unpacked in cache-sized pieces on several threads straight into the result; float arithmetic
 follows the reference order (scale times scale, times level, minus offset), so float32 results are bit-equal to the `gguf` package's.
 
 Deliberately absent: the mapping of tensor names to a model's parameters (`hf_weights`), the vocabulary (`tokenizer`), big-endian files,
@@ -44,7 +44,7 @@ _UNSUPPORTED = {
     22: 'IQ2_S', 23: 'IQ4_XS', 24: 'I8', 25: 'I16', 26: 'I32', 27: 'I64', 28: 'F64', 29: 'IQ1_M', 34: 'TQ1_0', 35: 'TQ2_0', 39: 'MXFP4'}
 
 
-# ---- block layouts; every unpack function fills out[blocks, values] in float32 ----
+# Block layouts: an unpack function fills out[blocks, values] in float32.
 
 def _halves(packed, out) -> None:
   """Write the low nibbles, then the high nibbles, along the last axis but one of `out`."""
@@ -144,11 +144,10 @@ _FORMATS = {f.name: f for f in (
 _FORMAT_NUMBERS = {f.number: f for f in _FORMATS.values()}
 
 
-# ---- reading ----
-
 @dataclass(frozen=True)
 class TensorInfo:
   """Where one tensor lies: shape in numpy order (row-major, the contiguous dimension last), offset from the start of the file."""
+
   name: str
   shape: tuple[int, ...]
   type_name: str
@@ -305,7 +304,7 @@ def open_gguf(path: str | os.PathLike) -> GgufFile:
   if version not in VERSIONS:
     swapped = int.from_bytes(version.to_bytes(4, 'little'), 'big')
     if swapped in VERSIONS:
-      raise ValueError(f'{path}: a big-endian GGUF file; only little-endian ones are read. Convert it, for example with gguf-convert-endian.')
+      raise ValueError(f'{path}: a big-endian GGUF file; only little-endian ones are read. Convert it (gguf-convert-endian).')
     raise ValueError(f'{path}: GGUF version {version}; allowed: {VERSIONS}. Convert the model again with a current converter.')
   num_tensors, num_keys = cursor.number('<Q', 'tensor count'), cursor.number('<Q', 'metadata count')
   metadata = {}
@@ -315,8 +314,7 @@ def open_gguf(path: str | os.PathLike) -> GgufFile:
       raise ValueError(f'{path}: metadata key {key!r} appears twice.')
     metadata[key] = cursor.value(f'metadata {key!r}')
   if metadata.get('split.count', 1) > 1:
-    raise ValueError(
-        f'{path}: part {metadata.get("split.no", 0) + 1} of {metadata["split.count"]} of a split model; merge the parts (gguf-split --merge).')
+    raise ValueError(f'{path}: one of the {metadata["split.count"]} parts of a split model; merge them first (gguf-split --merge).')
   alignment = _checked_alignment(metadata, path)
   headers = [_tensor_header(cursor, index) for index in range(num_tensors)]
   return GgufFile(path, buffer, metadata, _checked_tensors(cursor, headers, alignment))
@@ -348,7 +346,7 @@ def _checked_tensors(cursor: _Cursor, headers, alignment: int) -> dict[str, Tens
     layout = _FORMAT_NUMBERS.get(number)
     if layout is None:
       raise ValueError(
-          f'{where} has type {_UNSUPPORTED.get(number, "unknown")} ({number}); allowed: {", ".join(_FORMATS)}. Quantize the model to one of these.')
+          f'{where} has type {_UNSUPPORTED.get(number, "unknown")} ({number}); allowed: {", ".join(_FORMATS)}. Convert the model to these.')
     if layout.block > 1 and (not shape or shape[-1] % layout.block):
       raise ValueError(f'{where} of shape {shape} has type {layout.name}: its last dimension must be a multiple of {layout.block}.')
     if offset % alignment:
@@ -357,13 +355,11 @@ def _checked_tensors(cursor: _Cursor, headers, alignment: int) -> dict[str, Tens
     start = data_start + offset
     if start + num_bytes > cursor.size:
       raise ValueError(
-          f'{where} ({layout.name} {shape}) needs {num_bytes} bytes at offset {start}, but the file has {max(cursor.size - start, 0)} there '
-          f'({cursor.size} in all); it is truncated, fetch it again.')
+          f'{where} ({layout.name} {shape}) needs {num_bytes} bytes at offset {start}, the file has {max(cursor.size - start, 0)} there '
+          f'({cursor.size} in all): truncated, fetch it again.')
     tensors[name] = TensorInfo(name, shape, layout.name, start, num_bytes)
   return tensors
 
-
-# ---- writing ----
 
 def write_gguf(
     path: str | os.PathLike, metadata: Mapping[str, Any], tensors: Mapping[str, np.ndarray], *, q8_0: Collection[str] = ()) -> None:
@@ -459,7 +455,7 @@ def _encoded(key: str, value: Any) -> bytes:
   array = _as_numbers(key, value)
   number = _SCALAR_IDS.get(array.dtype)
   if number is None or array.ndim > 1:
-    raise TypeError(f'metadata {key!r} is {array.dtype} of shape {array.shape}; allowed: bool, ints, float32, float64, one dimension at most.')
+    raise TypeError(f'metadata {key!r} is {array.dtype} of shape {array.shape}; allowed: bool, ints, float32, float64; one dimension.')
   prefix = struct.pack('<IIQ', _ARRAY, number, array.size) if array.ndim else struct.pack('<I', number)
   return prefix + array.tobytes()
 

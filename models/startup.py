@@ -56,6 +56,31 @@ def _backend_runs() -> bool:
   return bridge is not None and bridge.backends_are_initialized()
 
 
+def use_cpu_devices(count: int) -> None:
+  """Simulate `count` devices when JAX runs on CPU; call before the first computation.
+
+  Raises:
+    RuntimeError: a backend already runs with another number.
+  """
+  import jax
+
+  if _backend_runs():
+    if jax.default_backend() == 'cpu' and len(jax.devices()) != count:
+      raise RuntimeError(f'cpu_devices={count}, but a JAX backend with {len(jax.devices())} devices already runs; set it before computing.')
+    return
+  jax.config.update('jax_num_cpu_devices', count)
+
+
+def check_backend() -> None:
+  """Raise RuntimeError if this process's CPU backend computes wrong numbers."""
+  import jax
+
+  error = canary() if jax.default_backend() == 'cpu' else 0.0
+  if not error < 1e-4:
+    raise RuntimeError(f'XLA computes wrong numbers in this process (relative error {error:.1e} in a known case); set '
+                       f'XLA_FLAGS={MISCOMPILE_FLAG}=-reduce before Python starts.')
+
+
 def canary() -> float:
   """Return the largest relative error of the pattern that XLA's CPU backend miscompiles without our flag (about 1e-6 when right)."""
   import jax

@@ -38,7 +38,7 @@ def plan(lengths: Iterable[int], rows: int, length: int) -> tuple[list[list[int]
   Raises:
     ValueError: `rows` or `length` below 1, or a document that is empty or longer than a row.
   """
-  _check_at_least_one(rows=rows, length=length)
+  check_at_least_one(rows=rows, length=length)
   free = np.full(rows, length)
   assignment: list[list[int]] = [[] for _ in range(rows)]
   num_taken = 0
@@ -228,7 +228,8 @@ def _check_aggregation(aggregation: str) -> None:
     raise ValueError(f'aggregation={aggregation!r} is unknown; use one of {", ".join(get_args(Aggregation))}.')
 
 
-def _check_at_least_one(**sizes: int) -> None:
+def check_at_least_one(**sizes: int) -> None:
+  """Raise ValueError for the first size below 1, by its name."""
   for name, size in sizes.items():
     if size < 1:
       raise ValueError(f'{name}={size} must be at least 1.')

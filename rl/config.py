@@ -30,7 +30,8 @@ def build(cls: type[Record], config: ml_collections.ConfigDict | Mapping[str, An
   """Build the frozen dataclass `cls` from `config`, recursively and strictly.
 
   Fields may be `bool`, `int`, `float` (an int is accepted), `str`, `X | None`, `Literal[...]`, `tuple[X, ...]`, `tuple[X, Y]`,
-  `dict[str, X]` and dataclasses. A key may be missing only where its field has a default.
+  `dict[str, X]` and dataclasses; `Any` takes plain JSON over unchecked, for a reader who builds it. A key may be missing only where its
+  field has a default.
 
   Args:
     cls: the dataclass to build.
@@ -115,6 +116,8 @@ def _fields(cls: type) -> dict[str, tuple[Any, bool]]:
 def _convert(annotation: Any, value: Any, path: str) -> Any:
   if dataclasses.is_dataclass(annotation):
     return build(annotation, value, path)
+  if annotation is Any:
+    return to_json(value, path)
   if annotation in _SCALARS:
     return _scalar(annotation, value, path)
   origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
@@ -127,7 +130,7 @@ def _convert(annotation: Any, value: Any, path: str) -> Any:
   if origin in _MAPPINGS and arguments[0] is str:
     return _dict(annotation, arguments[1], value, path)
   raise TypeError(f'{path} is declared as {annotation!r}, which a config cannot hold; allowed are bool, int, float, str, '
-                  'X | None, Literal, tuple, dict[str, X] and dataclasses.')
+                  'X | None, Literal, tuple, dict[str, X], Any and dataclasses.')
 
 
 def _scalar(annotation: type, value: Any, path: str) -> Any:

@@ -1,7 +1,7 @@
 """Metric values that know their reduction, so that micro-batches, steps and shards merge without anyone remembering how.
 
-A function under `jit` returns a dict from 'area/name_unit' to one of the types below; `merge` folds two such dicts, inside or outside `jit`,
-and `compute` fetches the result as plain floats. A value is a scalar over the global batch, so hosts need no merging of their own.
+A function under `jit` returns a dict from 'area/name_unit' to one of the types below; `merge` folds two such dicts, under `jit` or
+outside, and `compute` fetches the result as plain floats. A value is a scalar over the global batch, so hosts need no merging.
 
 Deliberately absent: histograms and moving averages (the reader of the metrics file can make them), and keys that come and go between
 micro-batches (one compiled shape serves all).
@@ -24,6 +24,7 @@ _KEY = re.compile(r'[A-Za-z0-9_.:-]+(/[A-Za-z0-9_.:-]+)+')
 @struct.dataclass
 class Mean:
   """A weighted mean, kept as its numerator and denominator. With weight 0 it has no value, and `compute` leaves it out."""
+
   total: jax.Array
   weight: jax.Array
 
@@ -43,6 +44,7 @@ class Mean:
 @struct.dataclass
 class Sum:
   """A total: counts, and terms that already carry their denominator."""
+
   total: jax.Array
 
   def merge(self, other: Sum) -> Sum:
@@ -55,6 +57,7 @@ class Sum:
 @struct.dataclass
 class Max:
   """A maximum; NaN if any part is NaN."""
+
   maximum: jax.Array
 
   def merge(self, other: Max) -> Max:
@@ -67,6 +70,7 @@ class Max:
 @struct.dataclass
 class Min:
   """A minimum; NaN if any part is NaN."""
+
   minimum: jax.Array
 
   def merge(self, other: Min) -> Min:
@@ -79,6 +83,7 @@ class Min:
 @struct.dataclass
 class Last:
   """The newest value, for what happens once a step: the learning rate, the norm of the whole gradient."""
+
   newest: jax.Array
 
   def merge(self, other: Last) -> Last:

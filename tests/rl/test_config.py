@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 import dataclasses
 import json
-from typing import Literal
+from typing import Any, Literal
 
 import ml_collections
 from ml_collections import config_dict
@@ -127,6 +127,19 @@ def test_a_placeholder_that_was_never_set_is_missing():
       {'peak': config_dict.placeholder(float, required=True), 'warmup_steps': 10, 'shape': 'cosine'})
   with pytest.raises(ValueError, match=r'config\.schedule\.peak is missing; set it to float'):
     config_lib.build(Run, config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Open:
+  tasks: Mapping[str, Mapping[str, Any]]
+
+
+def test_any_is_taken_over_as_plain_json():
+  record = config_lib.build(Open, ml_collections.ConfigDict({'tasks': {'gsm8k': {'splits': ('a',), 'limits': {'rows': 3}}}}))
+  assert record.tasks == {'gsm8k': {'splits': ['a'], 'limits': {'rows': 3}}}
+  assert type(record.tasks['gsm8k']['limits']) is dict
+  with pytest.raises(ValueError, match=r'config\.tasks\.gsm8k=3 has type int'):
+    config_lib.build(Open, {'tasks': {'gsm8k': 3}})
 
 
 @dataclasses.dataclass(frozen=True)

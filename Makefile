@@ -1,0 +1,33 @@
+# make quickstart: from a fresh clone to a fine-tuned, evaluated, exported Gemma-3-270M.   make test: the default test suite.
+PYTHON ?= python3
+VENV ?= .venv
+RUN := $(VENV)/bin/python
+RUNDIR ?= runs/quickstart
+
+.PHONY: setup setup-test quickstart test test-slow lint clean
+
+setup: $(VENV)/.installed
+setup-test: $(VENV)/.installed-test
+
+$(VENV)/.installed: setup.py
+	@bash launch/setup.sh "$(PYTHON)" "$(VENV)" gemma
+	@touch $@
+
+$(VENV)/.installed-test: setup.py
+	@bash launch/setup.sh "$(PYTHON)" "$(VENV)" gemma,peers,dev
+	@touch $@ $(VENV)/.installed
+
+quickstart: setup
+	@bash launch/quickstart.sh "$(RUN)" "$(RUNDIR)"
+
+test: setup-test
+	$(RUN) -m pytest -m 'not slow and not gpu'
+
+test-slow: setup-test
+	$(RUN) -m pytest -m slow
+
+lint: setup-test
+	$(VENV)/bin/ruff check .
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info

@@ -1,0 +1,1 @@
+"""Families of tasks, each a seeded generator."""

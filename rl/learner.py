@@ -1,0 +1,128 @@
+"""The learner: the one place where a forward pass and a loss meet, as a few jitted functions over pytrees.
+
+`gradient` and `apply` are two programs and micro-batches a Python loop, so one compiled shape serves any number of them. The loss is a plain
+sum over the batch: `loss_weight_BT` carries the mask, the aggregation and the denominator of the whole step, so micro-batches, devices and
+hosts only add up.
+
+Memory (measured on CPU): the first micro-batch's gradient becomes the accumulator itself, which saves one copy of the gradient in the usual
+case of a single micro-batch; `apply` donates the state and selects between old and new values inside Adam's own loop, so skipping a step that
+is not finite costs no pass over memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+import optax
+
+from models import heads, params as params_lib, transformer
+from models.config import ModelConfig
+from models.sharding import Layout
+from rl import metrics as metrics_lib
+from rl.metrics import Last, Mean, Sum
+from rl.types import Batch, Params, TrainState
+
+
+class Learner(NamedTuple):
+  """What `build` returns; every function runs on the learner's mesh.
+
+  Attributes:
+    init: (trainable) -> TrainState at step 0.
+    gradient: (trainable, frozen, batch) -> (gradient, metrics).
+    accumulate: (total, gradient) -> total; donates both.
+    apply: (state, gradient) -> (state, metrics); donates the state.
+    update: (state, frozen, micro-batches) -> (state, metrics): one optimizer step.
+    evaluate: (trainable, frozen, batch) -> metrics, no gradient.
+  """
+  init: Callable[[Params], TrainState]
+  gradient: Callable[[Params, Params, Batch], tuple[Params, dict]]
+  accumulate: Callable[[Params, Params], Params]
+  apply: Callable[[TrainState, Params], tuple[TrainState, dict]]
+  update: Callable[[TrainState, Params, Sequence[Batch]], tuple[TrainState, dict]]
+  evaluate: Callable[[Params, Params, Batch], dict]
+
+
+def supervised_loss(params: Params, batch: Batch, config: ModelConfig, layout: Layout, *, unembed_grad: bool) -> tuple[jax.Array, dict]:
+  """Return (sum of loss_weight x negative log-likelihood in nats, metrics)."""
+  hidden_BTD, _ = transformer.forward(params, batch.tokens_BT, batch.positions_BT, batch.segment_ids_BT, config, layout)
+  loss, nll_BT = heads.weighted_nll(hidden_BTD, transformer.unembedding(params, config), batch.targets_BT, batch.loss_weight_BT,
+                                    softcap=config.final_softcap, unembed_grad=unembed_grad)
+  return loss, {
+      'train/loss_nats': Mean.of(nll_BT, batch.loss_weight_BT),
+      'train/target_tokens': Sum(jnp.sum(batch.loss_weight_BT != 0).astype(jnp.float32)),
+      'train/tokens': Sum(jnp.sum(batch.segment_ids_BT != 0).astype(jnp.float32)),
+  }
+
+
+def build(config: ModelConfig, layout: Layout, mesh: Mesh, optimizer: optax.GradientTransformation, learning_rate: optax.Schedule, *,
+          full: bool) -> Learner:
+  """Return the learner of one model on one mesh.
+
+  Args:
+    learning_rate: only reported; the optimizer has its own copy.
+    full: every parameter is trainable (else the head is frozen, and its gradient is never computed).
+
+  Raises:
+    ValueError: the layout asks for something this model or platform cannot do.
+  """
+  transformer.check(config, layout)
+
+  def loss(trainable, frozen, batch):
+    return supervised_loss(params_lib.combine(trainable, frozen), batch, config, layout, unembed_grad=full)
+
+  @jax.jit
+  def gradient(trainable, frozen, batch):
+    grads, metrics = jax.grad(loss, has_aux=True)(trainable, frozen, batch)
+    return grads, metrics
+
+  def accumulate(total, grads):
+    return jax.tree.map(jnp.add, total, grads)
+
+  def apply(state, grads):
+    norm = optax.global_norm(grads)
+    finite = jnp.isfinite(norm)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
+    trainable = optax.apply_updates(state.trainable, updates)
+    new = TrainState(state.step + 1, trainable, opt_state)
+    kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state.replace(step=state.step + 1))
+    return kept, {
+        'train/grad_norm': Last(norm),
+        'train/learning_rate': Last(jnp.float32(learning_rate(state.step))),
+        'train/skipped_steps': Sum(1 - finite.astype(jnp.float32)),
+    }
+
+  init = jax.jit(lambda trainable: TrainState(jnp.int32(0), trainable, optimizer.init(trainable)), donate_argnums=0)
+  programs = {
+      'init': init,
+      'gradient': gradient,
+      'accumulate': jax.jit(accumulate, donate_argnums=0),
+      'apply': jax.jit(apply, donate_argnums=0),
+      'evaluate': jax.jit(lambda trainable, frozen, batch: loss(trainable, frozen, batch)[1]),
+  }
+
+  def on_mesh(function):
+    def run(*arguments):
+      with jax.set_mesh(mesh):
+        return function(*arguments)
+    return run
+
+  calls = {name: on_mesh(function) for name, function in programs.items()}
+
+  def update(state, frozen, batches):
+    total, metrics = calls['gradient'](state.trainable, frozen, batches[0])
+    for batch in batches[1:]:
+      grads, more = calls['gradient'](state.trainable, frozen, batch)
+      total, metrics = calls['accumulate'](total, grads), metrics_lib.merge(metrics, more)
+    state, applied = calls['apply'](state, total)
+    return state, {**metrics, **applied}
+
+  return Learner(update=update, **calls)
+
+
+def abstract_state(state: Any) -> Any:
+  """Return the abstract state with shardings: what a checkpoint is restored to."""
+  return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)

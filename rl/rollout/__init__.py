@@ -1,0 +1,1 @@
+"""Generation for training and evaluation: requests in, sampled tokens with their log-probabilities out."""
