@@ -12,7 +12,7 @@ setup(
     install_requires=[
         'jax>=0.10,<0.13',
         'flax>=0.12',
-        'optax>=0.2.5',
+        'optax>=0.2.6',
         'orbax-checkpoint>=0.11.30',
         'seqio>=0.0.20',
         'ml-collections>=1.0',

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -60,8 +59,9 @@ class Template:
     name: its name in `TEMPLATES`.
     user, assistant: their turns; the generation prompt is `assistant.begin`.
     system: its turn, or None: the system message and a blank line then open the first user message.
-    tool: its turn; consecutive tool messages share one.
+    tool: its turn.
     tool_result: format of one tool message inside that turn.
+    joins_tools: whether consecutive tool messages share one turn, on separate lines.
     trims: whether white space around contents is dropped.
   """
 
@@ -71,6 +71,7 @@ class Template:
   system: Turn | None
   tool: Turn
   tool_result: str = '{}'
+  joins_tools: bool = False
   trims: bool = False
 
 
@@ -88,14 +89,14 @@ def _gemma(role: str) -> Turn:
 
 TEMPLATES: Mapping[str, Template] = {template.name: template for template in (
     # For base models: the texts as they are, eos after each reply.
-    Template('plain', user=Turn(), assistant=Turn(stop=EOS), system=Turn(), tool=Turn()),
+    Template('plain', user=Turn(), assistant=Turn(stop=EOS), system=Turn(), tool=Turn(), joins_tools=True),
     # Qwen's dialect: tool results come in a user turn.
     Template('chatml', user=_chatml('user'), assistant=_chatml('assistant'), system=_chatml('system'), tool=_chatml('user'),
-             tool_result='<tool_response>\n{}\n</tool_response>'),
+             tool_result='<tool_response>\n{}\n</tool_response>', joins_tools=True),
     Template('llama3', user=_llama3('user'), assistant=_llama3('assistant'), system=_llama3('system'), tool=_llama3('ipython'), trims=True),
     # Gemma 3 has no tool role; its guide to function calling puts results in a fenced block of a user turn.
     Template('gemma', user=_gemma('user'), assistant=_gemma('model'), system=None, tool=_gemma('user'),
-             tool_result='```tool_output\n{}\n```', trims=True),
+             tool_result='```tool_output\n{}\n```', joins_tools=True, trims=True),
     Template('mistral', user=Turn((Special('[INST]'),), Special('[/INST]')), assistant=Turn(stop=EOS), system=None,
              tool=Turn((Special('[TOOL_RESULTS]'),), Special('[/TOOL_RESULTS]'))),
 )}
@@ -197,14 +198,15 @@ def _check(messages: Sequence[Mapping[str, Any]], previous: str | None, generati
 
 def _turns(messages: Sequence[Mapping[str, Any]], template: Template) -> list[tuple[str, int, str]]:
   """Return role, first message's index and text of every turn."""
-  texts = [message['content'].strip() if template.trims else message['content'] for message in messages]
   turns = []
-  for role, group in groupby(range(len(messages)), key=lambda index: messages[index]['role']):
-    indices = list(group)
-    text = texts[indices[0]]
+  for index, message in enumerate(messages):
+    role, text = message['role'], message['content'].strip() if template.trims else message['content']
     if role == 'tool':
-      text = '\n'.join(template.tool_result.replace('{}', texts[index]) for index in indices)
-    turns.append((role, indices[0], text))
+      text = template.tool_result.replace('{}', text)
+    if role == 'tool' and template.joins_tools and turns and turns[-1][0] == 'tool':
+      _, first, joined = turns.pop()
+      index, text = first, f'{joined}\n{text}'
+    turns.append((role, index, text))
   if turns[0][0] == 'system' and template.system is None:
     (_, _, system), (role, index, text), *rest = turns
     turns = [(role, index, f'{system}\n\n{text}'), *rest]

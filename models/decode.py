@@ -1,47 +1,42 @@
 """Generation with a key-value cache: the parameters, `forward` and `block` of training, with an `attend` that reads and writes the cache.
 
 A row of `DecodeState` is a slot: it holds one sequence at its own position, and is filled and retired without regard to its neighbors.
-Prompts are computed apart from the slots (`prefill`), in chunks of fixed size, and copied into as many slots as samples are wanted
-(`insert`). The cache then holds all of a prompt but its last token, which the first decoding step reads; so every generated token, the
-first included, is drawn by the one `decode_step`.
-
-Each layer keeps keys and values as [B, K, S, H], the order in which attention reads them. The place of position p is p mod S: S is the
-longest sequence for a global layer and the window for a local one, where new tokens replace those that have left the window. What a place
-holds follows from the sequence's length alone, so a slot is reused without being cleared.
+Prompts are computed apart from the slots, in chunks of a fixed size (`prefill`), and copied into as many slots as samples are wanted
+(`insert`). The cache then holds all of a prompt but its last token, which the first decoding step reads; so every generated token, the first
+included, is drawn by the one `decode_step`.
 
 On CPU a matmul of a single bfloat16 row converts its whole weight at each step (3-10x slower), so there are at least two rows a device.
 
-Deliberately absent: pages and prefix sharing between slots, speculative decoding, and which request is where (`rl.rollout.engine`).
+Deliberately absent: prefixes shared between slots, speculative decoding, and which request is where (`rl.rollout.engine`).
 """
 
 from __future__ import annotations
 
 import functools
+import math
 
 from flax import struct
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 import jax.numpy as jnp
 import numpy as np
 
-from models import attention, lora, params as params_lib, sampling as sampling_lib, sharding, transformer
+from models import kv_cache, lora, params as params_lib, sampling as sampling_lib, transformer
 from models.config import ModelConfig
+from models.kv_cache import Cache
 from models.params import ParamSpec
 from models.sampling import Sampling
 from models.sharding import Layout
 
-BATCH_AXES = ('data', 'fsdp', 'seq')
-Cache = tuple[tuple[jax.Array, jax.Array], ...]
-
 
 @struct.dataclass
 class Slots:
-  """What each slot decodes.
+  """What slots decode, one value per slot.
 
   Attributes:
-    tokens_B: the last token of the sequence, not yet in the cache.
-    lengths_B: how many tokens come before it: its position.
-    limits_B: position at which the sequence ends.
+    tokens_B: last token of the sequence, not yet in the cache.
+    lengths_B: how many tokens come before it, which is its position.
+    limits_B: position of the last token that may be drawn.
     seeds_B: uint32 seed of the request.
     done_B: whether the slot is free or its sequence has ended; it then stands still.
     sampling: settings of the request.
@@ -56,14 +51,14 @@ class Slots:
 
 @struct.dataclass
 class DecodeState:
-  """The slots and, for each layer, their keys and values [B,K,S,H]."""
+  """The slots and their keys and values."""
   cache: Cache
   slots: Slots
 
 
 @struct.dataclass
 class Step:
-  """What a decoding step drew; `decode_many` stacks steps on a leading axis.
+  """What a decoding step drew; steps of `decode_many` are stacked on a leading axis.
 
   Attributes:
     tokens_B, raw_logprobs_B, processed_logprobs_B: as in `sampling.Sample`.
@@ -73,3 +68,185 @@ class Step:
   raw_logprobs_B: jax.Array
   processed_logprobs_B: jax.Array
   is_new_B: jax.Array
+
+
+def check(config: ModelConfig, layout: Layout, mesh: Mesh) -> None:
+  """Raise ValueError unless the model can be decoded under this layout and mesh."""
+  table = dict(layout.rules)
+  if any(mesh.shape[axis] > 1 for axis in table.get('length', ())):
+    raise ValueError(f"layout.rules split 'length' over {table['length']} on mesh {dict(mesh.shape)}, but a decoding step has one token; "
+                     'use sharding.ROLLOUT, which splits rows over those axes.')
+  transformer.check(config, layout)
+
+
+def num_shards(layout: Layout, mesh: Mesh) -> int:
+  """Return over how many shards the layout splits rows."""
+  return math.prod(mesh.shape[axis] for axis in dict(layout.rules).get('batch', ()))
+
+
+def num_rows(num_slots: int, layout: Layout, mesh: Mesh) -> int:
+  """Return how many rows to hold for at least `num_slots`: a multiple of the shards, and two a device where one would be slow."""
+  shards = num_shards(layout, mesh)
+  is_slow = mesh.devices.flat[0].platform == 'cpu' and layout.dtype.itemsize < 4
+  return shards * max(-(-num_slots // shards), 2 if is_slow else 1)
+
+
+def decode_params(params, config: ModelConfig, layout: Layout, mesh: Mesh):
+  """Return the tree as decoding wants it: LoRA merged, one tree per layer, in `layout`'s shardings, matmul weights in its compute dtype.
+
+  Done once, so that no step converts, slices or gathers a weight. Norms' scales and biases keep their dtype.
+
+  Raises:
+    ValueError: a parameter does not divide over the mesh.
+  """
+  specs = transformer.declare(config)
+  params_lib.spec_shardings(specs, mesh, layout)
+
+  def convert(spec, weight):
+    return jax.reshard(weight.astype(layout.dtype) if spec.inputs else weight, layout.spec(*spec.axes))
+
+  def convert_all(params):
+    params = jax.tree.map(convert, specs, lora.merge(params), is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
+    return params | {'blocks': params_lib.unstack(params['blocks'], config.num_layers)}
+
+  with jax.set_mesh(mesh):
+    return jax.jit(convert_all)(params)
+
+
+def empty_state(config: ModelConfig, layout: Layout, mesh: Mesh, num_slots: int, max_length: int) -> DecodeState:
+  """Return `num_rows(num_slots, layout, mesh)` free slots for sequences of up to `max_length` tokens.
+
+  Raises:
+    ValueError: the layout cannot decode on this mesh.
+  """
+  check(config, layout, mesh)
+  rows = num_rows(num_slots, layout, mesh)
+
+  def make():
+    contents = empty_slots(rows)
+    return DecodeState(kv_cache.empty(config, layout, rows, max_length),
+                       jax.tree.map(lambda x: jax.reshard(x, layout.spec('batch')), contents))
+
+  with jax.set_mesh(mesh):
+    return jax.jit(make)()
+
+
+def empty_slots(num_slots: int) -> Slots:
+  """Return free slots as host arrays."""
+  tokens, lengths, limits = np.zeros((3, num_slots), np.int32)
+  return Slots(tokens, lengths, limits, np.zeros(num_slots, np.uint32), np.ones(num_slots, np.bool_),
+               sampling_lib.stack([Sampling()] * num_slots))
+
+
+def prefill(params, tokens_PT: np.ndarray, lengths_P: np.ndarray, config: ModelConfig, layout: Layout, *, chunk: int,
+            max_length: int) -> Cache:
+  """Return the keys and values of prompts, for `insert`; call under a mesh.
+
+  Compiles once for each shape [P, T] with T <= `chunk`, and twice for each P with longer ones.
+
+  Args:
+    params: from `decode_params`.
+    tokens_PT: prompts without their last tokens, padded at the end with any valid id; P must divide over the layout's shards, and T by
+      `chunk` if it exceeds it.
+    lengths_P: how many tokens of each row are not padding.
+    max_length: that of the state they are for.
+  """
+  length = tokens_PT.shape[1]
+  cache = None
+  for start in range(0, length, chunk):
+    tokens = np.ascontiguousarray(tokens_PT[:, start:start + chunk])
+    cache = _prefill_chunk(params, cache, tokens, np.int32(start), lengths_P, config, layout, min(length, max_length) if length <= chunk
+                           else max_length)
+  return cache
+
+
+@functools.partial(jax.jit, static_argnames=('config', 'layout', 'max_length'), donate_argnames=('cache',))
+def _prefill_chunk(params, cache, tokens_PT, start, lengths_P, config: ModelConfig, layout: Layout, max_length: int) -> Cache:
+  tokens_PT = jax.reshard(tokens_PT, layout.spec('batch', None))
+  lengths_P = jax.reshard(lengths_P, layout.spec('batch'))
+  positions_PT = jax.reshard(jnp.broadcast_to(start + jnp.arange(tokens_PT.shape[1])[None], tokens_PT.shape), layout.spec('batch', None))
+  attend = kv_cache.attend_chunk(start, lengths_P, cache is None, config, layout)
+  if cache is None:
+    cache = kv_cache.empty(config, layout, tokens_PT.shape[0], max_length)
+  return transformer.forward(params, tokens_PT, positions_PT, None, config, layout, attend, cache)[1]
+
+
+@functools.partial(jax.jit, static_argnames=('layout',), donate_argnames=('state',))
+def insert(state: DecodeState, prompts: Cache, slots_A: np.ndarray, prompts_A: np.ndarray, contents: Slots, layout: Layout) -> DecodeState:
+  """Return the state with sequences put into slots; call under a mesh.
+
+  Args:
+    prompts: from `prefill`.
+    slots_A: slots to fill; negative values at the end are padding, so that one compiled shape serves any number.
+    prompts_A: row of `prompts` that each slot gets; a row may go to many slots.
+    contents: what is in each slot from now on, arrays of A values.
+  """
+  row, unsplit = layout.spec('batch'), layout.spec(None, 'kv_heads', None, None)
+  cached = layout.spec('batch', 'kv_heads', None, None)
+  batch_axes = dict(layout.rules)['batch']
+
+  @functools.partial(jax.shard_map, in_specs=(cached, row, unsplit, jax.P(), jax.P(), jax.P()), out_specs=(cached, row))
+  def local(cache, slots, prompts, slots_A, prompts_A, contents):
+    num_own = slots.done_B.shape[0]
+    own_A = slots_A - jax.lax.axis_index(batch_axes) * num_own
+    is_own_A = (slots_A >= 0) & (own_A >= 0) & (own_A < num_own)
+    index_A = jnp.where(is_own_A, own_A, num_own)
+    slots = jax.tree.map(lambda old, new: old.at[index_A].set(new, mode='drop'), slots, contents)
+
+    def copy(number, cache):
+      def one(old_BKSH, prompts_PKSH):
+        place = (jnp.minimum(index_A[number], num_own - 1), 0, 0, 0)
+        new = jax.lax.dynamic_slice_in_dim(prompts_PKSH, prompts_A[number], 1)
+        kept = jax.lax.dynamic_slice(old_BKSH, place, new.shape)
+        return jax.lax.dynamic_update_slice(old_BKSH, jnp.where(is_own_A[number], new, kept), place)
+
+      return jax.tree.map(one, cache, prompts)
+
+    return jax.lax.fori_loop(0, jnp.sum(slots_A >= 0), copy, cache), slots
+
+  prompts = jax.tree.map(lambda x: jax.reshard(x, unsplit), prompts)
+  return DecodeState(*local(state.cache, state.slots, prompts, slots_A, prompts_A, contents))
+
+
+def next_logits(params, state: DecodeState, config: ModelConfig, layout: Layout) -> tuple[jax.Array, Cache]:
+  """Read each slot's last token; returns (float32 logits_BV of the token after it, the cache with it)."""
+  slots = state.slots
+  # Makes the table depend on the step. Else XLA lifts a converted copy of all of it out of the loop in `decode_many`.
+  tokens_B, embedding = jax.lax.optimization_barrier((slots.tokens_B, params['embedding']))
+  params = params | {'embedding': embedding}
+  attend = kv_cache.attend_token(slots.lengths_B, config, layout)
+  hidden_B1D, cache = transformer.forward(params, tokens_B[:, None], slots.lengths_B[:, None], None, config, layout, attend, state.cache)
+  return transformer.logits(params, hidden_B1D, config, layout)[:, 0], cache
+
+
+def decode_step(params, state: DecodeState, stop_ids_E: jax.Array, config: ModelConfig, layout: Layout) -> tuple[DecodeState, Step]:
+  """Draw the next token of every slot that is not done; a sequence ends at a stop id or at its limit, that token included."""
+  logits_BV, cache = next_logits(params, state, config, layout)
+  slots = state.slots
+  is_new_B = ~slots.done_B
+  lengths_B = slots.lengths_B + is_new_B
+  drawn = sampling_lib.sample(logits_BV, slots.sampling, slots.seeds_B, slots.lengths_B + 1, layout)
+  is_stop_B = jnp.any(drawn.tokens_B[:, None] == stop_ids_E[None], axis=-1)
+  slots = slots.replace(tokens_B=jnp.where(is_new_B, drawn.tokens_B, slots.tokens_B), lengths_B=lengths_B,
+                        done_B=slots.done_B | is_stop_B | (lengths_B >= slots.limits_B))
+  return DecodeState(cache, slots), Step(drawn.tokens_B, drawn.raw_logprobs_B, drawn.processed_logprobs_B, is_new_B)
+
+
+@functools.partial(jax.jit, static_argnames=('num_steps', 'config', 'layout'), donate_argnames=('state',))
+def decode_many(params, state: DecodeState, stop_ids_E: jax.Array, num_steps: int, config: ModelConfig,
+                layout: Layout) -> tuple[DecodeState, Step]:
+  """Take up to `num_steps` steps in one launch, fewer when every slot is done; returns (state, Step of arrays [num_steps, B])."""
+
+  def wanted(carry):
+    number, state, _ = carry
+    return (number < num_steps) & jnp.any(~state.slots.done_B)
+
+  def step(carry):
+    number, state, steps = carry
+    state, one = decode_step(params, state, stop_ids_E, config, layout)
+    steps = jax.tree.map(lambda all_KB, one_B: jax.lax.dynamic_update_index_in_dim(all_KB, one_B, number, 0), steps, one)
+    return number + 1, state, steps
+
+  shape, spec = (num_steps, state.slots.done_B.shape[0]), layout.spec(None, 'batch')
+  nothing = Step(*(jnp.zeros(shape, dtype, out_sharding=spec) for dtype in (jnp.int32, jnp.float32, jnp.float32, jnp.bool_)))
+  return jax.lax.while_loop(wanted, step, (0, state, nothing))[1:]

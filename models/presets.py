@@ -297,13 +297,15 @@ _GGUF_27B_LAYERS = {'gemma2': 46, 'gemma3': 62}
 _GGUF_PERIODS = {'gemma2': 2, 'gemma3': 6}
 
 
-def from_gguf(metadata: Mapping[str, Any], *, tied_embeddings: bool, rope_factors: np.ndarray | None = None) -> ModelConfig:
+def from_gguf(metadata: Mapping[str, Any], *, tied_embeddings: bool, rope_factors: np.ndarray | None = None,
+              context_length: int | None = None) -> ModelConfig:
   """Return the model that a GGUF file's metadata describes; what the format leaves to the reader is filled in.
 
   Args:
     metadata: of the whole file; Mistral files call themselves llama.
     tied_embeddings: whether the file lacks `output.weight`.
     rope_factors: `rope_freqs.weight` [H/2], where the file has it: what Llama 3's scaling divides each frequency by.
+    context_length: tokens the model will be used at; it becomes `max_length` (default: the file's).
 
   Raises:
     ValueError: an unknown architecture, a missing key, or one whose value asks for something not computed here.
@@ -343,8 +345,8 @@ def from_gguf(metadata: Mapping[str, Any], *, tied_embeddings: bool, rope_factor
   return ModelConfig(
       family=family, vocab_size=number('vocab_size', len(tokens)), num_layers=num_layers, embed_dim=embed_dim,
       mlp_dim=number('feed_forward_length'), num_heads=num_heads, num_kv_heads=number('attention.head_count_kv', num_heads),
-      head_dim=head_dim, max_length=number('context_length'), activation='gelu_tanh' if period else 'silu',
-      norm_eps=number('attention.layer_norm_rms_epsilon'), tied_embeddings=tied_embeddings,
+      head_dim=head_dim, max_length=number('context_length') if context_length is None else context_length,
+      activation='gelu_tanh' if period else 'silu', norm_eps=number('attention.layer_norm_rms_epsilon'), tied_embeddings=tied_embeddings,
       query_scale=(embed_dim // num_heads) ** -0.5 if gemma_27b else None,
       attention_softcap=number('attn_logit_softcapping', 50.0 if family == 'gemma2' else None),
       final_softcap=number('final_logit_softcapping', 30.0 if family == 'gemma2' else None),

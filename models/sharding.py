@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 import functools
 import math
+import string
 
 from flax import struct
 import jax
@@ -198,6 +199,9 @@ _linear.defvjp(_linear_forward, _linear_backward)
 
 
 def _dot(expression, a, b, spec):
+  # jnp.einsum contracts letters in alphabetical order; any order but the operand's own makes XLA transpose the whole weight.
+  letters = {old: new for new, old in zip(string.ascii_letters, dict.fromkeys(c for c in expression if c.isalpha()))}
+  expression = ''.join(letters.get(c, c) for c in expression)
   return jnp.einsum(expression, a, b, preferred_element_type=jnp.float32, out_sharding=spec)
 
 

@@ -327,7 +327,10 @@ def from_gguf(file: GgufFile) -> Tokenizer:
 
 
 def save(tokenizer: Tokenizer, directory: str | os.PathLike) -> None:
-  """Write files that `load` and transformers' AutoTokenizer read; a byte tokenizer becomes a `tokenizer.json` with the same ids."""
+  """Write files that `load` and transformers' AutoTokenizer read; a byte tokenizer becomes a `tokenizer.json` with the same ids.
+
+  transformers converts a SentencePiece model itself, and splits long runs of white space otherwise than SentencePiece does.
+  """
   directory = Path(directory)
   directory.mkdir(parents=True, exist_ok=True)
   tokenizer._save(directory)

@@ -137,7 +137,9 @@ def forward(params, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_B
     attend: (q, k, v, kind, cache) -> (out, cache); None attends within the rows.
     cache: a tuple with one entry per layer, for a decoding `attend`.
   """
+  tokens_BT, positions_BT = (sharding.constrain(x, layout, 'batch', 'length') for x in (tokens_BT, positions_BT))
   if attend is None:
+    segment_ids_BT = sharding.constrain(segment_ids_BT, layout, 'batch', 'length')
     attend = attention.resolve(layout, config, positions_BT, segment_ids_BT)
   pattern = config.layer_pattern
   tables = {kind: rope.angles(positions_BT, config.layer_rope(kind), config.head_dim) for kind in set(pattern)}

@@ -37,6 +37,7 @@ class Learner(NamedTuple):
     apply: (state, gradient) -> (state, metrics); donates the state.
     update: (state, frozen, micro-batches) -> (state, metrics): one optimizer step.
     evaluate: (trainable, frozen, batch) -> metrics, no gradient.
+    num_compiled: () -> how often `gradient` and `apply` were compiled; more than once each means that a shape or a sharding drifts.
   """
   init: Callable[[Params], TrainState]
   gradient: Callable[[Params, Params, Batch], tuple[Params, dict]]
@@ -44,6 +45,7 @@ class Learner(NamedTuple):
   apply: Callable[[TrainState, Params], tuple[TrainState, dict]]
   update: Callable[[TrainState, Params, Sequence[Batch]], tuple[TrainState, dict]]
   evaluate: Callable[[Params, Params, Batch], dict]
+  num_compiled: Callable[[], dict[str, int]]
 
 
 def supervised_loss(params: Params, batch: Batch, config: ModelConfig, layout: Layout, *, unembed_grad: bool) -> tuple[jax.Array, dict]:
@@ -83,7 +85,7 @@ def build(config: ModelConfig, layout: Layout, mesh: Mesh, optimizer: optax.Grad
     return jax.tree.map(jnp.add, total, grads)
 
   def apply(state, grads):
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
     trainable = optax.apply_updates(state.trainable, updates)
@@ -120,7 +122,10 @@ def build(config: ModelConfig, layout: Layout, mesh: Mesh, optimizer: optax.Grad
     state, applied = calls['apply'](state, total)
     return state, {**metrics, **applied}
 
-  return Learner(update=update, **calls)
+  def num_compiled():
+    return {name: programs[name]._cache_size() for name in ('gradient', 'apply')}
+
+  return Learner(update=update, num_compiled=num_compiled, **calls)
 
 
 def abstract_state(state: Any) -> Any:

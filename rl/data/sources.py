@@ -20,7 +20,6 @@ import hashlib
 import itertools
 import json
 import os
-from pathlib import Path
 import re
 import tempfile
 from typing import Any, Protocol
@@ -70,7 +69,15 @@ def _without_startup_log() -> Iterator[None]:
 
 
 class Reader(Protocol):
-  """Reads the rows of a source in a fixed order, as JSON bytes."""
+  """Reads the rows of a source in a fixed order, as JSON bytes.
+
+  Attributes:
+    version: changes when the files do.
+    failures: what was raised under a `dataset`, whose elements then just end. TensorFlow would log pages of it and turn it into text.
+  """
+
+  version: Any
+  failures: list[Exception]
 
   def batches(self) -> Iterator[tuple[str, list[bytes]]]:
     """Yield (path, rows) in Python; a path's rows are consecutive."""
@@ -121,8 +128,7 @@ def scan(reader: Reader, schema: records.Schema, name: str, *, heldout_fraction:
   paths: list[str] = []
   starts: list[int] = []
   is_heldout: list[bool] = []
-  wanted = {split: limit for split, share in zip(SPLITS, (1 - heldout_fraction, heldout_fraction), strict=True) if share > 0}
-  found = dict.fromkeys(SPLITS, 0)
+  found = {split: 0 for split, share in zip(SPLITS, (1 - heldout_fraction, heldout_fraction), strict=True) if share > 0}
   digest = hashlib.sha256()
   for path, lines in reader.batches():
     if not paths or paths[-1] != path:
@@ -134,7 +140,7 @@ def scan(reader: Reader, schema: records.Schema, name: str, *, heldout_fraction:
       digest.update(example)
       is_heldout.append(records.uniform(example) < heldout_fraction)
       found[SPLITS[is_heldout[-1]]] += 1
-    if limit is not None and all(found[split] >= count for split, count in wanted.items()):
+    if limit is not None and min(found.values()) >= limit:
       break
   heldout = np.array(is_heldout, bool)
   members = {'train': ~heldout, 'heldout': heldout}
@@ -198,16 +204,17 @@ class FileReader:
   """Reads local files one after the other; a file that changes after it was opened here is an error, not other data."""
 
   def __init__(self, paths: Sequence[str], read: Callable[[str], Iterator[list[bytes]]]):
-    self._versions = {path: _version(path) for path in paths}
+    self.version = {path: _file_version(path) for path in paths}
+    self.failures: list[Exception] = []
     self._read = read
 
   def batches(self) -> Iterator[tuple[str, list[bytes]]]:
     """Yield (path, rows); raise ValueError for a file without rows, RuntimeError for one that changed."""
-    for path, version in self._versions.items():
-      if _version(path) != version:
-        raise RuntimeError(f'{path} has changed since it was checked, so the order of its rows is undefined; restart the program.')
+    for path, version in self.version.items():
       is_empty = True
       for rows in self._read(path):
+        if _file_version(path) != version:
+          raise RuntimeError(f'{path} has changed since it was checked, so the order of its rows is undefined; restart the program.')
         is_empty = False
         yield path, rows
       if is_empty:
@@ -216,8 +223,15 @@ class FileReader:
   def dataset(self) -> Any:
     """Return the rows as a `tf.data.Dataset`, see `Reader`."""
     _, tf = import_seqio()
-    return tf.data.Dataset.from_generator(
-        lambda: (np.array(rows, object) for _, rows in self.batches()), output_signature=tf.TensorSpec([None], tf.string))
+
+    def generate():
+      try:
+        for _, rows in self.batches():
+          yield np.array(rows, object)
+      except Exception as error:  # every kind: it is raised where the elements are consumed
+        self.failures.append(error)
+
+    return tf.data.Dataset.from_generator(generate, output_signature=tf.TensorSpec([None], tf.string))
 
 
 class TfdsReader:
@@ -225,6 +239,9 @@ class TfdsReader:
 
   def __init__(self, directories: Sequence[str], split: str, schema: records.Schema):
     seqio, _ = import_seqio()
+    self.version = {directory: _file_version(os.path.join(directory, 'dataset_info.json')) for directory in directories}
+    self.failures: list[Exception] = []
+    self._columns = list(schema.columns.values())
     self._sources = {}
     for directory in directories:
       source = seqio.TfdsDataSource(tfds_data_dir=directory, splits={'rows': split}, read_only=True)
@@ -233,10 +250,10 @@ class TfdsReader:
         source.get_dataset('rows', shuffle=False)
       except (ValueError, KeyError) as error:
         splits = ', '.join(info.splits)
-        raise ValueError(f'{directory} gives no rows for tfds_split={split!r} ({error}); use one of {splits}, or a slice of one.') from error
+        raise ValueError(
+            f'{directory} gives no rows for tfds_split={split!r} ({error}); use one of {splits}, or a slice of one.') from error
       _check_columns(directory, schema, sorted(info.features))
       self._sources[directory] = source
-    self._columns = list(schema.columns.values())
 
   def batches(self) -> Iterator[tuple[str, list[bytes]]]:
     """Yield (directory, rows); raise ValueError for records that cannot be read."""
@@ -246,7 +263,7 @@ class TfdsReader:
         for rows in self._rows(directory).as_numpy_iterator():
           yield directory, list(rows)
       except tf.errors.OpError as error:
-        raise ValueError(f'{directory} cannot be read: {python_cause(error)}; prepare the dataset again.') from error
+        raise ValueError(f'{directory} cannot be read: {error.message}; prepare the dataset again.') from error
 
   def dataset(self) -> Any:
     """Return the rows as a `tf.data.Dataset`, see `Reader`."""
@@ -259,7 +276,7 @@ class TfdsReader:
       columns = {column: element[column] for column in self._columns}
 
       def dump(*values):
-        return json.dumps(_plain(tf.nest.pack_sequence_as(columns, values)), ensure_ascii=False).encode()
+        return json.dumps(_plain(tf.nest.pack_sequence_as(columns, values))).encode()
 
       line = tf.numpy_function(dump, tf.nest.flatten(columns), tf.string)
       line.set_shape([])
@@ -292,20 +309,20 @@ def read_parquet(path: str, schema: records.Schema) -> Iterator[list[bytes]]:
   from pyarrow import parquet
 
   try:
-    file = parquet.ParquetFile(path)
-  except (pyarrow.ArrowInvalid, OSError) as error:
-    raise ValueError(f'{path} is not a whole Parquet file: {error}') from error
-  with file:
-    _check_columns(path, schema, file.schema_arrow.names)
-    first = 1
-    for batch in file.iter_batches(BATCH_ROWS, columns=list(schema.columns.values())):
-      rows = batch.to_pylist()
-      try:
-        yield [json.dumps(row, ensure_ascii=False).encode() for row in rows]
-      except TypeError as error:
-        types = ', '.join(f'{field.name}: {field.type}' for field in batch.schema)
-        raise ValueError(f'{path} rows {first} to {first + len(rows) - 1} hold what is no text ({error}); columns are {types}.') from error
-      first += len(rows)
+    with parquet.ParquetFile(path) as file:
+      _check_columns(path, schema, file.schema_arrow.names)
+      first = 1
+      for batch in file.iter_batches(BATCH_ROWS, columns=list(schema.columns.values())):
+        last = first + batch.num_rows - 1
+        try:
+          yield [json.dumps(row, ensure_ascii=False).encode() for row in batch.to_pylist()]
+        except TypeError as error:
+          types = ', '.join(f'{field.name}: {field.type}' for field in batch.schema)
+          raise ValueError(f'{path} rows {first} to {last} hold what is no text ({error}); columns are {types}.') from error
+        first = last + 1
+  except (pyarrow.ArrowException, OSError) as error:
+    cause = ' '.join(str(error).split())
+    raise ValueError(f'{path} is not a whole Parquet file ({cause}); write or copy it again.') from error
 
 
 def find_files(paths: Sequence[str], suffixes: Sequence[str]) -> tuple[str, ...]:
@@ -338,16 +355,11 @@ def find_directories(paths: Sequence[str]) -> tuple[str, ...]:
   """
   found = [os.path.expanduser(path) for path in paths]
   for path in found:
-    if not (Path(path) / 'dataset_info.json').is_file():
+    if not os.path.isfile(os.path.join(path, 'dataset_info.json')):
       raise FileNotFoundError(
           f'No dataset_info.json in {path!r} (seen from {os.getcwd()}); give the directory of a prepared dataset, such as '
           '.../gsm8k/1.0.0, made by download_and_prepare() of its TFDS builder.')
   return _checked_once(found)
-
-
-def python_cause(error: Exception) -> str:
-  """Return the message inside a TensorFlow error: a Python exception arrives as '... ErrorType: message', then a traceback as text."""
-  return str(error).split('\nTraceback', 1)[0].rsplit('}} ', 1)[-1]
 
 
 def _checked_once(paths: list[str]) -> tuple[str, ...]:
@@ -367,9 +379,9 @@ def _check_columns(path: str, schema: records.Schema, names: Sequence[str]) -> N
           f'Choose another schema, or name the column with fields={{{field!r}: ...}}.')
 
 
-def _version(path: str) -> tuple[int, int]:
+def _file_version(path: str) -> list[int]:
   status = os.stat(path)
-  return status.st_size, status.st_mtime_ns
+  return [status.st_size, status.st_mtime_ns]
 
 
 def _plain(value: Any) -> Any:
@@ -380,7 +392,8 @@ def _plain(value: Any) -> Any:
       return [dict(zip(fields, items, strict=True)) for items in zip(*fields.values(), strict=True)]
     return fields
   if isinstance(value, bytes):
-    return value.decode()
+    # What is not UTF-8 becomes half of a surrogate pair, which `records` refuses by row.
+    return value.decode(errors='surrogateescape')
   if isinstance(value, (np.ndarray, np.generic)):
     return _plain(value.tolist())
   return [_plain(item) for item in value] if isinstance(value, list) else value

@@ -88,7 +88,7 @@ def test_writer_round_trip_and_other_reader(tmp_path):
   values[1, :32] = 0  # A block without a scale.
   tensors = {
       'f32': values, 'f16': values.astype(np.float16), 'bf16': values.astype(BFLOAT16), 'q8': values, 'vector': values[0],
-      'transposed': values.T, 'scalar': np.float32(3).reshape(())}
+      'transposed': values.T, 'scalar': np.float32(3).reshape(()), 'empty': values[:0]}
   metadata = {
       'general.architecture': 'tiny', 'an.int': 7, 'negative': -3, 'big': 1 << 40, 'real': 0.5, 'flag': True, 'words': ['a', 'ü', ''],
       'none': [], 'ints': np.array([1, -2], np.int32), 'reals': [0.5, 2.0], 'double': np.float64(0.1), 'bools': [True, False]}
@@ -96,7 +96,7 @@ def test_writer_round_trip_and_other_reader(tmp_path):
   gguf.write_gguf(path, metadata, tensors, q8_0=['q8'])
   file = gguf.open_gguf(path)
   assert list(file.tensors) == list(tensors)
-  for name in ('f32', 'f16', 'bf16', 'vector', 'transposed', 'scalar'):
+  for name in ('f32', 'f16', 'bf16', 'vector', 'transposed', 'scalar', 'empty'):
     np.testing.assert_array_equal(file.read(name, tensors[name].dtype), tensors[name], err_msg=name)
   assert file.tensors['f32'].shape == (6, 64) and file.tensors['scalar'].shape == ()
   bound = np.abs(values).max(1, keepdims=True) / 127

@@ -86,14 +86,12 @@ def test_a_checkpoint_restores_bit_exactly_onto_any_mesh(saved, state, num_devic
   assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, target)
 
 
-def test_parameters_are_read_without_the_optimizer(saved, state, monkeypatch):
+def test_parameters_are_read_without_the_optimizer(saved, state):
   target = abstract(train_state(mesh_of(2)).trainable)
   params = checkpoint.read_params(saved, target)
   assert bits(params) == bits(state.trainable)
   assert jax.tree.structure(params) == jax.tree.structure(state.trainable)
   assert params['blocks']['q'].sharding == target['blocks']['q'].sharding
-  # Reading them must not depend on the rest of the checkpoint being readable, let alone read it.
-  assert len(jax.tree.leaves(checkpoint.read_state(saved, abstract(state)))) > len(jax.tree.leaves(params))
 
 
 def test_the_host_state_is_readable_before_any_array(saved):

@@ -1,0 +1,133 @@
+"""Evaluate a pretrained model or a run: held-out likelihood and the share of right answers, with 95 % intervals.
+
+    python -m launch.evaluate --model=runs/sft --data=test.jsonl
+    python -m launch.evaluate --model=gemma.gguf --data=train.jsonl --heldout_fraction=0.05 --limit=200 --output=eval.json
+
+With a run as --model, its newest checkpoint is taken (--step chooses another). --heldout_fraction takes the held-out split of a file that is
+also trained on, the same one that `launch.train` keeps out; 0 takes the whole file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+import time
+
+from absl import app, flags, logging
+import jax
+import numpy as np
+
+from models import chat, heads, sampling, sharding, startup, transformer
+from rl import batching, policy as policy_lib, train
+from rl.data import tasks
+from rl.data.records import Example
+from rl.evals import answers, stats
+from rl.rollout.engine import Engine
+from rl.types import Document
+
+_MODEL = flags.DEFINE_string('model', None, 'Hugging Face directory, .gguf file or run directory.')
+_STEP = flags.DEFINE_integer('step', None, 'Checkpoint of a run; default the newest.')
+_DATA = flags.DEFINE_list('data', None, 'Files or globs.')
+_SOURCE = flags.DEFINE_enum('source', 'jsonl', ['jsonl', 'parquet', 'tfds'], 'Format of the data.')
+_SCHEMA = flags.DEFINE_enum('schema', 'qa', ['qa', 'chat', 'text'], 'What a row is.')
+_HELDOUT = flags.DEFINE_float('heldout_fraction', 0.0, 'Use only this share of the data, chosen by content.', lower_bound=0, upper_bound=1)
+_LIMIT = flags.DEFINE_integer('limit', 200, 'Most examples to use; 0 is all.', lower_bound=0)
+_METRICS = flags.DEFINE_list('metrics', ['likelihood', 'answers'], 'Some of likelihood, answers.')
+_PATTERN = flags.DEFINE_string('answer_pattern', answers.NUMBER_AFTER_MARK, 'Regular expression whose group is the final answer.')
+_TEMPLATE = flags.DEFINE_enum('chat_template', None, list(chat.TEMPLATES), "How messages become tokens; default the run's, or plain.")
+_TEMPERATURE = flags.DEFINE_float('temperature', 0.0, '0 decodes greedily.', lower_bound=0)
+_MAX_NEW = flags.DEFINE_integer('max_new_tokens', 128, 'Longest reply, in tokens.', lower_bound=1)
+_SEED = flags.DEFINE_integer('seed', 0, 'Root of the sampling.', lower_bound=0)
+_SLOTS = flags.DEFINE_integer('slots', 32, 'Replies generated side by side.', lower_bound=1)
+_LENGTH = flags.DEFINE_integer('length', 1024, 'Tokens of a row; longer documents are an error.', lower_bound=8)
+_DTYPE = flags.DEFINE_enum('dtype', 'bfloat16', ['float32', 'bfloat16'], 'Of weights and computation.')
+_OUTPUT = flags.DEFINE_string('output', None, 'JSON file for results and every reply.')
+
+
+def likelihood(policy: policy_lib.Policy, documents: list[Document], mesh, layout) -> stats.Estimate:
+  """Return nats per learned token, over documents as independent clusters."""
+  rows = 4 * mesh.shape['data'] * mesh.shape['fsdp']
+  place = jax.NamedSharding(mesh, layout.spec('batch', 'length'))
+
+  @jax.jit
+  def logprobs(params, batch):
+    hidden_BTD, _ = transformer.forward(params, batch.tokens_BT, batch.positions_BT, batch.segment_ids_BT, policy.config, layout)
+    return heads.token_logprobs(hidden_BTD, transformer.unembedding(params, policy.config), batch.targets_BT,
+                                softcap=policy.config.final_softcap)
+
+  totals, counts = [], []
+  while documents:
+    assignment, taken = batching.plan((len(document.tokens_T) for document in documents), rows, _LENGTH.value)
+    batch = batching.pack_rows([[documents[index] for index in row] for row in assignment], _LENGTH.value, denominator=1)
+    documents = documents[taken:]
+    with jax.set_mesh(mesh):
+      nll_BT = -np.asarray(logprobs(policy.params, batching.to_global(batch, place)))
+    for row, indices in enumerate(assignment):
+      for segment in range(1, len(indices) + 1):
+        learned = (batch.segment_ids_BT[row] == segment) & (batch.loss_weight_BT[row] > 0)
+        totals.append(float(nll_BT[row, learned].sum()))
+        counts.append(int(learned.sum()))
+  return stats.ratio_of_sums(totals, counts)
+
+
+def read_examples() -> list[Example]:
+  """Return the examples that the flags ask for, in the order of the files."""
+  split = 'heldout' if _HELDOUT.value else 'train'
+  task = tasks.TaskConfig(paths=tuple(_DATA.value), source=_SOURCE.value, schema=_SCHEMA.value, heldout_fraction=_HELDOUT.value,
+                          limit=_LIMIT.value or None)
+  mixture = tasks.build_mixture(tasks.MixtureConfig({'data': task}))
+  return list(tasks.examples(mixture, seed=0, split=split, num_epochs=1, shuffle=False))
+
+
+def evaluate() -> dict:
+  """Run what the flags ask for and return the results as JSON values."""
+  unknown = set(_METRICS.value) - {'likelihood', 'answers'}
+  if unknown or not _METRICS.value:
+    raise ValueError(f'--metrics={",".join(_METRICS.value)} must be some of likelihood, answers.')
+  examples = read_examples()
+  startup.check_backend()
+  mesh = sharding.make_mesh(fsdp=-1)
+  layout = dataclasses.replace(sharding.TRAIN, compute_dtype=_DTYPE.value)
+  policy = policy_lib.load(_MODEL.value, mesh, layout, _DTYPE.value, _STEP.value)
+  template = _TEMPLATE.value or policy.chat_template
+  results = {'model': _MODEL.value, 'step': _STEP.value, 'data': _DATA.value, 'examples': len(examples), 'chat_template': template}
+  print(f'{_MODEL.value} on {len(examples)} examples, template {template}, {_DTYPE.value}')
+  if 'likelihood' in _METRICS.value:
+    documents = [train.encode(example, policy.tokenizer, chat.TEMPLATES[template]) for example in examples]
+    nats = likelihood(policy, documents, mesh, layout)
+    results['likelihood'] = {'loss_nats': nats._asdict(), 'perplexity': float(np.exp(nats.value))}
+    print(f'loss       {nats} nats per token, perplexity {np.exp(nats.value):.3f}', flush=True)
+  if 'answers' in _METRICS.value:
+    start = time.perf_counter()
+    engine = Engine(policy.params, policy.config, dataclasses.replace(sharding.ROLLOUT, compute_dtype=_DTYPE.value), mesh,
+                    num_slots=_SLOTS.value, max_length=_LENGTH.value)
+    found = list(answers.generate_answers(
+        engine, policy.tokenizer, template, examples, sampling=sampling.SamplingParams(temperature=_TEMPERATURE.value),
+        max_new_tokens=_MAX_NEW.value, seed=_SEED.value, pattern=_PATTERN.value))
+    accuracy = stats.proportion(sum(answer.is_correct for answer in found), len(found))
+    unstated = sum(answer.stated is None for answer in found)
+    results['answers'] = {'accuracy': accuracy._asdict(), 'without_answer': unstated, 'sampling': {'temperature': _TEMPERATURE.value},
+                          'samples': [dataclasses.asdict(answer) for answer in found]}
+    print(f'accuracy   {accuracy} ({sum(answer.is_correct for answer in found)} of {len(found)}; {unstated} without an answer; '
+          f'{time.perf_counter() - start:.0f} s)')
+  return results
+
+
+def main(argv: list[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f'unexpected arguments {argv[1:]}; every setting is a flag.')
+  try:
+    results = evaluate()
+  except (ValueError, FileNotFoundError) as error:
+    raise SystemExit(f'launch.evaluate: {error}') from error
+  if _OUTPUT.value:
+    path = Path(_OUTPUT.value)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=2) + '\n', encoding='utf-8')
+
+
+if __name__ == '__main__':
+  flags.mark_flags_as_required(['model', 'data'])
+  logging.set_verbosity(logging.INFO)
+  app.run(main)

@@ -1,0 +1,1 @@
+"""Evaluation: held-out likelihood, verified answers, and the statistics to compare them honestly."""

@@ -1,0 +1,59 @@
+"""Intervals for what an evaluation measures; plain numpy and the standard library.
+
+Deliberately absent: significance stars. Report the interval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+Z_95 = 1.959963984540054
+
+
+class Estimate(NamedTuple):
+  """A value with its 95 % interval."""
+  value: float
+  low: float
+  high: float
+
+  def __str__(self) -> str:
+    return f'{self.value:.4f} [{self.low:.4f}, {self.high:.4f}]'
+
+
+def proportion(successes: int, trials: int) -> Estimate:
+  """Estimate a success rate with Wilson's score interval (JASA 22, 1927), which is right near 0 and 1 too.
+
+  Raises:
+    ValueError: no trials, or more successes than trials.
+  """
+  if not 0 <= successes <= trials or trials == 0:
+    raise ValueError(f'successes={successes} of trials={trials} is not a proportion; trials must be positive and at least successes.')
+  rate, square = successes / trials, Z_95**2
+  center = (rate + square / (2 * trials)) / (1 + square / trials)
+  half = Z_95 * math.sqrt(rate * (1 - rate) / trials + square / (4 * trials**2)) / (1 + square / trials)
+  return Estimate(rate, max(center - half, 0.0), min(center + half, 1.0))
+
+
+def ratio_of_sums(totals: Sequence[float], weights: Sequence[float]) -> Estimate:
+  """Estimate sum(totals) / sum(weights) over independent clusters, such as nats over tokens of documents.
+
+  Tokens of one document are not independent, so the variance is that of the documents' residuals (linearized ratio estimator, Cochran,
+  Sampling Techniques, eq. 6.13).
+
+  Raises:
+    ValueError: no cluster, or lengths that differ.
+  """
+  total, weight = np.asarray(totals, np.float64), np.asarray(weights, np.float64)
+  if total.shape != weight.shape or total.ndim != 1 or weight.sum() <= 0:
+    raise ValueError(f'totals of shape {total.shape} and weights of shape {weight.shape} must be equally many, with a positive sum of weights.')
+  value = total.sum() / weight.sum()
+  count = len(total)
+  if count == 1:
+    return Estimate(float(value), -math.inf, math.inf)
+  residuals = total - value * weight
+  error = math.sqrt(count / (count - 1) * float(residuals @ residuals)) / weight.sum()
+  return Estimate(float(value), float(value - Z_95 * error), float(value + Z_95 * error))
