@@ -103,7 +103,7 @@ def evaluate() -> dict:
     engine = Engine(policy.params, policy.config, dataclasses.replace(sharding.ROLLOUT, compute_dtype=_DTYPE.value), mesh,
                     num_slots=_SLOTS.value, max_length=_LENGTH.value)
     found = list(answers.generate_answers(
-        engine, policy.tokenizer, template, examples, sampling=sampling.SamplingParams(temperature=_TEMPERATURE.value),
+        engine, policy.tokenizer, template, examples, sampling=sampling.Sampling(temperature=_TEMPERATURE.value),
         max_new_tokens=_MAX_NEW.value, seed=_SEED.value, pattern=_PATTERN.value))
     accuracy = stats.proportion(sum(answer.is_correct for answer in found), len(found))
     unstated = sum(answer.stated is None for answer in found)

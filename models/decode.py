@@ -2,8 +2,8 @@
 
 A row of `DecodeState` is a slot: it holds one sequence at its own position, and is filled and retired without regard to its neighbors.
 Prompts are computed apart from the slots, in chunks of a fixed size (`prefill`), and copied into as many slots as samples are wanted
-(`insert`). The cache then holds all of a prompt but its last token, which the first decoding step reads; so every generated token, the first
-included, is drawn by the one `decode_step`.
+(`insert`). The cache then holds all of a prompt but its last token, which the first decoding step reads; so one `decode_step` draws every
+generated token, the first included.
 
 On CPU a matmul of a single bfloat16 row converts its whole weight at each step (3-10x slower), so there are at least two rows a device.
 
@@ -17,11 +17,13 @@ import math
 
 from flax import struct
 import jax
-from jax.sharding import Mesh
 import jax.numpy as jnp
+from jax.sharding import Mesh
 import numpy as np
 
-from models import kv_cache, lora, params as params_lib, sampling as sampling_lib, transformer
+from models import kv_cache, lora, sharding, transformer
+from models import params as params_lib
+from models import sampling as sampling_lib
 from models.config import ModelConfig
 from models.kv_cache import Cache
 from models.params import ParamSpec
@@ -41,6 +43,7 @@ class Slots:
     done_B: whether the slot is free or its sequence has ended; it then stands still.
     sampling: settings of the request.
   """
+
   tokens_B: jax.Array
   lengths_B: jax.Array
   limits_B: jax.Array
@@ -52,6 +55,7 @@ class Slots:
 @struct.dataclass
 class DecodeState:
   """The slots and their keys and values."""
+
   cache: Cache
   slots: Slots
 
@@ -64,6 +68,7 @@ class Step:
     tokens_B, raw_logprobs_B, processed_logprobs_B: as in `sampling.Sample`.
     is_new_B: whether the slot drew a token; the other values of a slot that stood still mean nothing.
   """
+
   tokens_B: jax.Array
   raw_logprobs_B: jax.Array
   processed_logprobs_B: jax.Array
@@ -125,7 +130,7 @@ def empty_state(config: ModelConfig, layout: Layout, mesh: Mesh, num_slots: int,
   def make():
     contents = empty_slots(rows)
     return DecodeState(kv_cache.empty(config, layout, rows, max_length),
-                       jax.tree.map(lambda x: jax.reshard(x, layout.spec('batch')), contents))
+                       jax.tree.map(lambda x: sharding.constrain(x, layout, 'batch'), contents))
 
   with jax.set_mesh(mesh):
     return jax.jit(make)()
@@ -140,31 +145,25 @@ def empty_slots(num_slots: int) -> Slots:
 
 def prefill(params, tokens_PT: np.ndarray, lengths_P: np.ndarray, config: ModelConfig, layout: Layout, *, chunk: int,
             max_length: int) -> Cache:
-  """Return the keys and values of prompts, for `insert`; call under a mesh.
+  """Return the keys and values of P prompts, for `insert`; call under a mesh.
 
-  Compiles once for each shape [P, T] with T <= `chunk`, and twice for each P with longer ones.
-
-  Args:
-    params: from `decode_params`.
-    tokens_PT: prompts without their last tokens, padded at the end with any valid id; P must divide over the layout's shards, and T by
-      `chunk` if it exceeds it.
-    lengths_P: how many tokens of each row are not padding.
-    max_length: that of the state they are for.
+  `tokens_PT` are the prompts without their last tokens, padded at the end with any id; `lengths_P` are their lengths. P must divide over
+  the layout's shards, and T by `chunk` if it is longer. `max_length` is that of the state the prompts are for. Compiles once for each shape
+  [P, T] up to a chunk, and twice for each P beyond.
   """
   length = tokens_PT.shape[1]
+  num_places = min(length, max_length) if length <= chunk else max_length
   cache = None
   for start in range(0, length, chunk):
-    tokens = np.ascontiguousarray(tokens_PT[:, start:start + chunk])
-    cache = _prefill_chunk(params, cache, tokens, np.int32(start), lengths_P, config, layout, min(length, max_length) if length <= chunk
-                           else max_length)
+    tokens_PI = np.ascontiguousarray(tokens_PT[:, start:start + chunk])
+    cache = _prefill_chunk(params, cache, tokens_PI, np.int32(start), lengths_P, config, layout, num_places)
   return cache
 
 
 @functools.partial(jax.jit, static_argnames=('config', 'layout', 'max_length'), donate_argnames=('cache',))
 def _prefill_chunk(params, cache, tokens_PT, start, lengths_P, config: ModelConfig, layout: Layout, max_length: int) -> Cache:
-  tokens_PT = jax.reshard(tokens_PT, layout.spec('batch', None))
-  lengths_P = jax.reshard(lengths_P, layout.spec('batch'))
-  positions_PT = jax.reshard(jnp.broadcast_to(start + jnp.arange(tokens_PT.shape[1])[None], tokens_PT.shape), layout.spec('batch', None))
+  lengths_P = sharding.constrain(lengths_P, layout, 'batch')
+  positions_PT = jnp.broadcast_to(start + jnp.arange(tokens_PT.shape[1])[None], tokens_PT.shape)
   attend = kv_cache.attend_chunk(start, lengths_P, cache is None, config, layout)
   if cache is None:
     cache = kv_cache.empty(config, layout, tokens_PT.shape[0], max_length)
@@ -173,13 +172,10 @@ def _prefill_chunk(params, cache, tokens_PT, start, lengths_P, config: ModelConf
 
 @functools.partial(jax.jit, static_argnames=('layout',), donate_argnames=('state',))
 def insert(state: DecodeState, prompts: Cache, slots_A: np.ndarray, prompts_A: np.ndarray, contents: Slots, layout: Layout) -> DecodeState:
-  """Return the state with sequences put into slots; call under a mesh.
+  """Return the state with A sequences put into slots; call under a mesh.
 
-  Args:
-    prompts: from `prefill`.
-    slots_A: slots to fill; negative values at the end are padding, so that one compiled shape serves any number.
-    prompts_A: row of `prompts` that each slot gets; a row may go to many slots.
-    contents: what is in each slot from now on, arrays of A values.
+  Slot `slots_A[i]` gets row `prompts_A[i]` of the prefilled `prompts`, which may go to many slots, and value i of each of the `contents`.
+  Negative slots at the end are padding, so that one compiled shape serves any number.
   """
   row, unsplit = layout.spec('batch'), layout.spec(None, 'kv_heads', None, None)
   cached = layout.spec('batch', 'kv_heads', None, None)

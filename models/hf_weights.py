@@ -193,6 +193,13 @@ def _transpose_into(out: np.ndarray, matrix: np.ndarray) -> None:
 # Export.
 
 
+def check_target(directory: str | os.PathLike, overwrite: bool) -> None:
+  """Raise FileExistsError unless `export` may write there; for a caller that has long work to do first."""
+  directory = Path(directory)
+  if directory.exists() and not (directory.is_dir() and (overwrite or not any(directory.iterdir()))):
+    raise FileExistsError(f'{directory} exists and is not an empty directory; choose another, or say overwrite to replace a directory.')
+
+
 def export(directory: str | os.PathLike, config: ModelConfig, params, *, dtype: str, max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
            overwrite: bool = False, tokenizer: tokenizer_lib.Tokenizer | None = None) -> None:
   """Write a directory that transformers loads: safetensors, config.json, and an index if there are several files.
@@ -217,8 +224,7 @@ def export(directory: str | os.PathLike, config: ModelConfig, params, *, dtype: 
     raise ValueError(f'dtype={dtype!r} of the exported weights is unknown; use one of {sharding.DTYPES}.')
   if max_shard_bytes < 1:
     raise ValueError(f'max_shard_bytes={max_shard_bytes} must be positive.')
-  if directory.exists() and not (directory.is_dir() and (overwrite or not any(directory.iterdir()))):
-    raise FileExistsError(f'{directory} exists and is not an empty directory; choose another, or say overwrite to replace a directory.')
+  check_target(directory, overwrite)
   tensors = _tensors(config, params)
   table = presets.to_hf(config, dtype, _token_ids(tokenizer, config))
   directory.parent.mkdir(parents=True, exist_ok=True)

@@ -4,11 +4,12 @@ Settings are arrays with one value per row, so one compiled step serves a batch 
 divided by the temperature; top-k keeps the k likeliest tokens; top-p keeps the smallest set of likeliest tokens among those whose share of
 their mass reaches top_p (arXiv:1904.09751); min-p keeps tokens at least min_p times as likely as the likeliest (arXiv:2407.01082). Each
 filter is a threshold on the probability, so tokens of equal probability are kept or dropped together: top-k may keep more than k of them.
-Greedy breaks ties by the lowest id.
+Greedy takes the lowest id of equals.
 
-The threshold is found by bisection on the bits of the log-probabilities: exact, without sorting the vocabulary, and only if some row asks.
-A token is drawn by inverting the distribution function, twice: a block of tokens, then a token in it, each with its own uniform number. That
-needs two random numbers a row where the Gumbel trick needs one per vocabulary entry, and two levels keep the resolution of rare tokens.
+Thresholds are found by bisection on the bits of the log-probabilities: exact, without sorting the vocabulary, and only if some row asks.
+The likeliest tokens alone are searched where they decide. A token is drawn by inverting the distribution function twice: a block of tokens,
+then a token in it, each with a uniform number of its own. The Gumbel trick would need a random number for every token of the vocabulary,
+and one inversion alone would resolve rare tokens poorly.
 
 Deliberately absent: repetition penalties and allowed-token masks.
 """
@@ -16,7 +17,6 @@ Deliberately absent: repetition penalties and allowed-token masks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-import functools
 import math
 
 from flax import struct
@@ -35,7 +35,7 @@ _FARTHEST = np.iinfo(np.int32).max
 
 @struct.dataclass
 class Sampling:
-  """How tokens are drawn: of one request as plain numbers, or of a batch as arrays of one value per row.
+  """How tokens are drawn: for one request as plain numbers, for a batch as arrays of one value per row.
 
   Attributes:
     temperature: divides the logits; 0 is greedy.
@@ -43,6 +43,7 @@ class Sampling:
     top_p: mass of the likeliest tokens kept; 1 keeps all.
     min_p: lowest probability kept, as a fraction of the highest; 0 keeps all.
   """
+
   temperature: float | jax.Array = 1.0
   top_k: int | jax.Array = 0
   top_p: float | jax.Array = 1.0
@@ -58,6 +59,7 @@ class Sample:
     raw_logprobs_B: of the token under the model's distribution: every token, temperature 1; nats.
     processed_logprobs_B: of the token under the distribution it was drawn from; 0 for greedy, which is a point mass; nats.
   """
+
   tokens_B: jax.Array
   raw_logprobs_B: jax.Array
   processed_logprobs_B: jax.Array
@@ -86,13 +88,8 @@ def stack(settings: Sequence[Sampling]) -> Sampling:
 def sample(logits_BV: jax.Array, sampling: Sampling, seed_B: jax.Array, position_B: jax.Array, layout: Layout) -> Sample:
   """Draw one token per row from float32 logits that are whole over the vocabulary.
 
-  The random numbers of a row depend on its request's seed and on the position of the new token, and on nothing else: not on the row, the
-  batch or the number of steps taken so far.
-
-  Args:
-    sampling: arrays of one value per row.
-    seed_B: uint32 seed of each row's request.
-    position_B: int32 index of the new token in its sequence.
+  `seed_B` is the uint32 seed of each row's request and `position_B` the index of the new token in its sequence. A row's random numbers
+  depend on these two alone: not on the row, the batch or the steps taken so far.
   """
   whole, row = layout.spec('batch', None), layout.spec('batch')
   placed = jax.reshard((logits_BV, sampling, seed_B, position_B), (whole, jax.tree.map(lambda _: row, sampling), row, row))

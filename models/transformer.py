@@ -182,10 +182,11 @@ def _stacked(x_BTD, blocks, run, tables, config: ModelConfig, layout: Layout):
 def logits(params, hidden_BTD: jax.Array, config: ModelConfig, layout: Layout) -> jax.Array:
   """Return float32 logits_BTV, whole over the vocabulary; for a few positions only (losses use `heads`)."""
   weight_VD = sharding.gathered(unembedding(params, config).astype(hidden_BTD.dtype))
-  out = layout.spec('batch', None if hidden_BTD.shape[1] == 1 else 'length', None)
-  logits_BTV = jnp.einsum('BTD,VD->BTV', hidden_BTD, jax.reshard(weight_VD, jax.P(None, None)), preferred_element_type=jnp.float32,
-                          out_sharding=out)
-  return layers.softcap(logits_BTV, config.final_softcap)
+  length = None if hidden_BTD.shape[1] == 1 else 'length'
+  # The logits are gathered over the vocabulary and not the head, which is larger by far.
+  logits_BTV = jnp.einsum('BTD,VD->BTV', hidden_BTD, weight_VD, preferred_element_type=jnp.float32,
+                          out_sharding=layout.spec('batch', length, 'act_vocab'))
+  return sharding.constrain(layers.softcap(logits_BTV, config.final_softcap), layout, 'batch', length, None)
 
 
 def num_flops_per_token(config: ModelConfig, length: int, trainable_fraction: float = 1.0) -> float:

@@ -2,7 +2,7 @@
 
 A step holds two items: `state` (the TrainState's arrays) and `host` (the HostState as JSON). Only what lies committed on disk counts: every
 question about steps lists the directory again, and a step without Orbax's commit marker does not exist. Saving is loud: a save that fails
-in the background raises at the next call on the store.
+in the background raises at the next call of `is_due`, `save`, `restore`, `wait` or `close`.
 
 `committed_steps`, `read_state`, `read_params` and `read_host` read a checkpoint without owning it, for evaluation and export.
 
@@ -36,7 +36,7 @@ class CheckpointStore:
 
     Args:
       directory: local path or bucket URL; one subdirectory a step.
-      every_steps: optimizer steps between the saves of `maybe_save`.
+      every_steps: optimizer steps between saves; see `is_due`.
       keep: number of newest checkpoints kept; older ones are deleted once a newer one is committed.
 
     Raises:
@@ -61,11 +61,15 @@ class CheckpointStore:
     except OSError as error:
       raise RuntimeError(f'Cannot keep checkpoints in {self.directory}: {error}. Choose a directory that can be written.') from error
 
-  def maybe_save(self, step: int, state: TrainState, host: HostState) -> bool:
-    """Save if `step` is a multiple of `every_steps`, and say whether a save started; raises as `save` does, at every call."""
+  def is_due(self, step: int) -> bool:
+    """Say whether `step` is one of every `every_steps`; asked at each step, it is also where a failed save is heard of.
+
+    Raises:
+      RuntimeError: the save in the background has failed.
+    """
     if self._writing_step is not None and not self._manager.is_saving_in_progress():
       self.wait()
-    return step % self._every_steps == 0 and self.save(step, state, host)
+    return step % self._every_steps == 0
 
   def save(self, step: int, state: TrainState, host: HostState) -> bool:
     """Start to write a checkpoint; when this returns, `state` may be donated.

@@ -24,7 +24,6 @@ from typing import Any, TextIO
 import jax
 import jax.numpy as jnp
 
-from rl import config as config_lib
 from rl.event_file import EventFile
 
 METRICS_FILE = 'metrics.jsonl'
@@ -178,15 +177,15 @@ class Monitor:
     self._stream.flush()
 
 
-def write_config(workdir: str | Path, config: Any, base: Any) -> None:
-  """Write the resolved configuration, and how it differs from `base`, at the start of a run.
+def write_config(workdir: str | Path, config: Mapping[str, Any], difference: Mapping[str, tuple[Any, Any]]) -> None:
+  """Write the resolved configuration, and how it differs from the defaults, at the start of a run.
 
   A different configuration that lies there already, from the run being resumed, is kept as config.1.json, config.2.json, ...
 
   Args:
     workdir: directory of the run; created if needed.
-    config: the resolved configuration, as a record or JSON.
-    base: the configuration it started from.
+    config: the resolved configuration as plain JSON (`rl.config.to_json`).
+    difference: {dotted key: (default, value)} (`rl.config.difference`).
 
   Raises:
     RuntimeError: a file cannot be written.
@@ -194,8 +193,8 @@ def write_config(workdir: str | Path, config: Any, base: Any) -> None:
   if jax.process_index() != 0:
     return
   path = Path(workdir) / CONFIG_FILE
-  text = json.dumps(config_lib.to_json(config), indent=2) + '\n'
-  changes = {key: {'base': old, 'value': new} for key, (old, new) in config_lib.difference(config, base).items()}
+  text = json.dumps(config, indent=2) + '\n'
+  changes = {key: {'default': default, 'value': value} for key, (default, value) in difference.items()}
   with _writing(path):
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and path.read_text(encoding='utf-8') != text:

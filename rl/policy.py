@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from models import hf_weights, lora, params as params_lib, tokenizer as tokenizer_lib, transformer
+from models import hf_weights, lora, params as params_lib, tokenizer as tokenizer_lib, transformer, weight_files
 from models.config import ModelConfig
 from models.sharding import Layout
 from models.tokenizer import Tokenizer
@@ -44,7 +44,7 @@ def load(path: str | Path, mesh: Mesh, layout: Layout, dtype: str, step: int | N
     return Policy(config, params, tokenizer_lib.load(path), 'plain')
   directory = path / CHECKPOINTS
   run = config_lib.build(TrainConfig, dict(checkpoint.read_host(directory, step).config))
-  config = hf_weights.read_config(run.model.path)
+  config = weight_files.read_config(run.model.path)
   place = params_lib.replicate_indivisible(layout, mesh, config.num_kv_heads)
   specs = transformer.declare(config)
   if run.lora.rank:

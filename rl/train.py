@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 import contextlib
 from dataclasses import dataclass, field
+import hashlib
 import logging
 from pathlib import Path
 import signal
@@ -35,6 +36,7 @@ from rl.types import Document, HostState, Params
 
 CHECKPOINTS = 'checkpoints'
 MAX_SKIPPED_IN_A_ROW = 10
+_FINGERPRINT_BYTES = 65_536
 # What a resumed run may change; everything else decides what is computed.
 _FREE_ON_RESUME = ('num_steps', 'checkpoint_every_steps', 'checkpoints_kept', 'eval_every_steps', 'eval_documents', 'cpu_devices', 'mesh.',
                    'layout.')
@@ -171,6 +173,19 @@ def encode(example: records.Example, tokenizer: Tokenizer, template: chat.Templa
   return Document(rendered.tokens_T, chat.loss_mask_T(rendered), example.source)
 
 
+def model_fingerprint(path: str | Path) -> str:
+  """Return a SHA-256 of the model's files: names, sizes, and the first and last 64 KiB of each, which is fast for any size."""
+  path, digest = Path(path), hashlib.sha256()
+  for file in [path] if path.is_file() else sorted(item for item in path.iterdir() if item.suffix in ('.json', '.safetensors', '.model')):
+    size = file.stat().st_size
+    digest.update(f'{file.name}:{size}:'.encode())
+    with file.open('rb') as stream:
+      digest.update(stream.read(_FINGERPRINT_BYTES))
+      stream.seek(max(size - _FINGERPRINT_BYTES, 0))
+      digest.update(stream.read(_FINGERPRINT_BYTES))
+  return digest.hexdigest()
+
+
 def load_trainable(config: TrainConfig, mesh: Mesh, layout: Layout) -> tuple[ModelConfig, Params, Params]:
   """Load the model and return (its config, trainable parameters, frozen parameters)."""
   is_lora = config.lora.rank > 0
@@ -200,7 +215,7 @@ def set_up(config: TrainConfig) -> tuple[Setup, Params]:
   learner = learner_lib.build(
       model, layout, mesh, optimizer.build(config.optimizer, config.num_steps), optimizer.schedule(config.optimizer, config.num_steps),
       full=config.lora.rank == 0)
-  lineage = {'model': hf_weights.fingerprint(config.model.path), 'tokenizer': tokenizer.fingerprint, 'data': tasks.fingerprint(mixture)}
+  lineage = {'model': model_fingerprint(config.model.path), 'tokenizer': tokenizer.fingerprint, 'data': tasks.fingerprint(mixture)}
   return Setup(model, tokenizer, layout, mesh, place, learner, frozen, mixture, lineage), trainable
 
 

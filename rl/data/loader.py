@@ -246,7 +246,7 @@ class _Prefetch:
         if not self._put(item):
           return
       self._put(StopIteration())
-    except OSError as error:  # every kind: the consumer must see it, or it would wait for ever
+    except Exception as error:  # every kind: the consumer must see it, or it would wait for ever
       self._put(error)
 
   def _put(self, item: Step | Exception) -> bool:

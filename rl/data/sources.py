@@ -186,10 +186,10 @@ def _source_class() -> type:
         return first + tf.size(lines, tf.int64), {'record': lines, 'row': first + tf.range(tf.size(lines, tf.int64))}
 
       def select(batch):
-        # A `limit` may end within a batch.
-        keep = (batch['row'] < num_rows) & tf.gather(member, tf.minimum(batch['row'], num_rows - 1))
+        keep = tf.gather(member, batch['row'])
         return {name: tf.boolean_mask(values, keep) for name, values in batch.items()}
 
+      # A `limit` ends the scan after a whole batch.
       dataset = self.reader.dataset().scan(np.int64(0), number).take_while(lambda batch: batch['row'][0] < num_rows)
       dataset = dataset.map(select).unbatch()
       if shuffle:

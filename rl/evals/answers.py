@@ -17,7 +17,7 @@ import re
 import numpy as np
 
 from models import chat
-from models.sampling import SamplingParams
+from models.sampling import Sampling
 from models.tokenizer import Tokenizer
 from rl.data.records import Example
 from rl.rollout.engine import Engine, Request
@@ -61,7 +61,7 @@ def is_equal(stated: str | None, expected: str) -> bool:
     return stated == expected
 
 
-def generate_answers(engine: Engine, tokenizer: Tokenizer, chat_template: str, examples: Sequence[Example], *, sampling: SamplingParams,
+def generate_answers(engine: Engine, tokenizer: Tokenizer, chat_template: str, examples: Sequence[Example], *, sampling: Sampling,
                      max_new_tokens: int, seed: int, pattern: str = NUMBER_AFTER_MARK) -> Iterator[Answer]:
   """Yield an `Answer` for each example, as they finish.
 

@@ -49,6 +49,14 @@ def test_a_resumed_run_tells_tensorboard_to_forget_later_steps(tmp_path, read_ev
     assert events[2].step == step
 
 
+@pytest.mark.parametrize('step', [0, 127, 128, 255, 256, 16384])
+def test_steps_of_every_size_come_back(tmp_path, read_events, step):
+  file = event_file.EventFile(tmp_path)
+  file.write(step, {'a/b': 1.0})
+  file.close()
+  assert read_events(tmp_path)[0][2].step == step
+
+
 def test_long_records_keep_their_length(tmp_path, read_events):
   values = {f'eval/task_{number}': float(number) for number in range(500)}
   file = event_file.EventFile(tmp_path)

@@ -182,15 +182,14 @@ def test_a_full_disk_stops_the_run_and_names_the_file(tmp_path):
 
 
 def test_the_configuration_is_recorded_with_what_changed(tmp_path):
-  base = {'lr': 1e-3, 'model': {'layers': 2}}
   for layers in (2, 3, 3, 4):
-    monitor_lib.write_config(tmp_path / 'run', {'lr': 1e-3, 'model': {'layers': layers}}, base)
+    monitor_lib.write_config(tmp_path / 'run', {'model': {'layers': layers}}, {'model.layers': (1, layers)})
   read = {path.name: json.loads(path.read_text()) for path in (tmp_path / 'run').iterdir()}
   assert read == {
-      'config.1.json': {'lr': 1e-3, 'model': {'layers': 2}},
-      'config.2.json': {'lr': 1e-3, 'model': {'layers': 3}},
-      'config.json': {'lr': 1e-3, 'model': {'layers': 4}},
-      'config_difference.json': {'model.layers': {'base': 2, 'value': 4}},
+      'config.1.json': {'model': {'layers': 2}},
+      'config.2.json': {'model': {'layers': 3}},
+      'config.json': {'model': {'layers': 4}},
+      'config_difference.json': {'model.layers': {'default': 1, 'value': 4}},
   }
 
 
