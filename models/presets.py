@@ -51,10 +51,10 @@ _HF_DEFAULTS = {
         'hidden_size': 2304, 'intermediate_size': 9216, 'num_hidden_layers': 26, 'num_attention_heads': 8, 'num_key_value_heads': 4,
         'max_position_embeddings': 131_072},
 }
-# Keys that would change the function, and the values with which they do not.
+# Keys that would change the function, and the value with which they do not.
 _INERT = {
-    'attention_bias': (False, None), 'mlp_bias': (False, None), 'partial_rotary_factor': (1, None), 'quantization_config': (None,),
-    'use_bidirectional_attention': (False, None), 'use_mrope': (False, None), 'num_experts': (0, None), 'num_local_experts': (0, None)}
+    'attention_bias': False, 'mlp_bias': False, 'use_bidirectional_attention': False, 'use_mrope': False, 'partial_rotary_factor': 1,
+    'num_experts': 0, 'num_local_experts': 0, 'quantization_config': None, 'original_max_position_embeddings': None}
 # A null here means "off", not "the default".
 _NULLABLE = ('sliding_window', 'final_logit_softcapping', 'attn_logit_softcapping')
 _ROPE_FIELDS = {
@@ -107,11 +107,12 @@ def from_hf(config: Mapping[str, Any], context_length: int | None = None) -> Mod
     raise ValueError(f'config.json: model_type={model_type!r} is not supported; supported: {", ".join(sorted(_HF_FAMILIES))}.')
   family = _HF_FAMILIES[model_type]
   if 'text_config' in config:
-    config = {'tie_word_embeddings': config.get('tie_word_embeddings')} | config['text_config'] | {'model_type': model_type}
+    outer = {key: config.get(key) for key in ('tie_word_embeddings', 'quantization_config')}
+    config = outer | dict(_get(config, 'text_config', Mapping)) | {'model_type': model_type}
   config = _HF_DEFAULTS.get(family, {}) | {key: value for key, value in config.items() if value is not None or key in _NULLABLE}
   for key, inert in _INERT.items():
-    if key in config and config[key] not in inert:
-      raise ValueError(f'config.json: {key}={config[key]!r} is not computed here; allowed for {model_type}: {inert[0]!r} or absent.')
+    if key in config and config[key] != inert:
+      raise ValueError(f'config.json: {key}={config[key]!r} is not computed here; allowed for {model_type}: {inert!r} or absent.')
   num_heads, embed_dim = _get(config, 'num_attention_heads', int), _get(config, 'hidden_size', int)
   num_layers, max_length = _get(config, 'num_hidden_layers', int), _get(config, 'max_position_embeddings', int)
   head_dim = _get(config, 'head_dim', int, embed_dim // max(num_heads, 1))

@@ -35,7 +35,6 @@ class TaskConfig:
   """One body of data.
 
   Attributes:
-    name: letters, digits, '_' and '.'; it starts every message about a row.
     paths: files or globs; for `tfds` the directories of prepared datasets, such as '.../gsm8k/1.0.0'.
     source: format of the files: `jsonl` (.jsonl, .jsonl.gz), `parquet` or `tfds`.
     schema: what a row is: `chat`, `qa` or `text` (see `records`).
@@ -46,7 +45,6 @@ class TaskConfig:
     shuffle_window: rows held in memory to shuffle; a split no larger than that is shuffled exactly.
   """
 
-  name: str
   paths: tuple[str, ...]
   source: Source = 'jsonl'
   schema: str = 'chat'
@@ -57,18 +55,16 @@ class TaskConfig:
   shuffle_window: int = 100_000
 
   def __post_init__(self):
-    if not _NAME.fullmatch(self.name):
-      raise ValueError(f'name={self.name!r} of a task must be letters, digits, "_" and ".", at least one.')
     if isinstance(self.paths, str):
-      raise TypeError(f'{self.name}: paths={self.paths!r} must be a tuple of strings, not one string; write ({self.paths!r},).')
+      raise TypeError(f'paths={self.paths!r} must be a tuple of strings, not one string; write ({self.paths!r},).')
     if self.source not in get_args(Source):
-      raise ValueError(f'{self.name}: source={self.source!r} is unknown; use one of {", ".join(get_args(Source))}.')
+      raise ValueError(f'source={self.source!r} is unknown; use one of {", ".join(get_args(Source))}.')
     if not 0 <= self.heldout_fraction <= 1:
-      raise ValueError(f'{self.name}: heldout_fraction={self.heldout_fraction} must be between 0 and 1.')
+      raise ValueError(f'heldout_fraction={self.heldout_fraction} must be between 0 and 1.')
     if self.limit is not None and self.limit < 1:
-      raise ValueError(f'{self.name}: limit={self.limit} must be at least 1, or None for all examples.')
+      raise ValueError(f'limit={self.limit} must be at least 1, or None for all examples.')
     if self.shuffle_window < 1:
-      raise ValueError(f'{self.name}: shuffle_window={self.shuffle_window} must be at least 1 row.')
+      raise ValueError(f'shuffle_window={self.shuffle_window} must be at least 1 row.')
     records.schema(self.schema, self.fields)
 
 
@@ -77,25 +73,23 @@ class MixtureConfig:
   """Tasks and how often each is drawn from.
 
   Attributes:
-    tasks: with different names.
-    rates: relative number of examples drawn from each task; () draws in proportion to num_examples ** (1 / temperature).
+    tasks: by name; the name starts every message about a row.
+    rates: relative number of examples drawn from each task; {} draws in proportion to num_examples ** (1 / temperature).
     temperature: 1 is proportional to size, larger is more even. Only without `rates`.
   """
 
-  tasks: tuple[TaskConfig, ...]
-  rates: tuple[float, ...] = ()
+  tasks: dict[str, TaskConfig]
+  rates: dict[str, float] = field(default_factory=dict)
   temperature: float = 1.0
 
   def __post_init__(self):
-    names = [task.name for task in self.tasks]
-    if not names:
-      raise ValueError('A mixture needs at least one task, got tasks=().')
-    if len(set(names)) < len(names):
-      raise ValueError(f'Tasks of a mixture must have different names, got {", ".join(names)}.')
-    if self.rates and len(self.rates) != len(names):
-      raise ValueError(
-          f'rates={self.rates} has {len(self.rates)} values for {len(names)} tasks ({", ".join(names)}); give one a task, or none.')
-    if not all(math.isfinite(rate) and rate > 0 for rate in self.rates):
+    if not self.tasks:
+      raise ValueError('tasks={} is empty; a mixture needs at least one task.')
+    for name in self.tasks:
+      _check_name(name)
+    if self.rates and set(self.rates) != set(self.tasks):
+      raise ValueError(f'rates names {", ".join(self.rates)} but the tasks are {", ".join(self.tasks)}; give each a rate, or none.')
+    if not all(math.isfinite(rate) and rate > 0 for rate in self.rates.values()):
       raise ValueError(f'rates={self.rates} must all be positive and finite; leave out a task that is not to be drawn.')
     if not (math.isfinite(self.temperature) and self.temperature > 0):
       raise ValueError(f'temperature={self.temperature} must be positive and finite.')
@@ -103,25 +97,26 @@ class MixtureConfig:
       raise ValueError(f'temperature={self.temperature} has no effect beside rates={self.rates}; set only one of them.')
 
 
-def build_task(config: TaskConfig) -> Any:
+def build_task(name: str, config: TaskConfig) -> Any:
   """Check all the data of a task and return its `seqio.Task`, registered.
 
   Raises:
     FileNotFoundError: a path is not there.
     ValueError: a row, a column or a file is not what the configuration says; the message names it.
   """
+  _check_name(name)
   seqio, tf = sources.import_seqio()
   schema = records.schema(config.schema, config.fields)
   reader = _reader(config, schema)
-  index = sources.scan(reader, schema, config.name, heldout_fraction=config.heldout_fraction, limit=config.limit)
-  name = f'{config.name}:{_digest(asdict(config), reader.version, index.fingerprint)}'
-  if name in seqio.TaskRegistry.names():
-    return seqio.TaskRegistry.get(name)
+  index = sources.scan(reader, schema, name, heldout_fraction=config.heldout_fraction, limit=config.limit)
+  unique = f'{name}:{_digest(asdict(config), reader.version, index.fingerprint)}'
+  if unique in seqio.TaskRegistry.names():
+    return seqio.TaskRegistry.get(unique)
   text = seqio.Feature(seqio.PassThroughVocabulary(size=0), add_eos=False, dtype=tf.string, rank=0)
   return seqio.TaskRegistry.add(
-      name,
+      unique,
       source=sources.data_source(reader, index, config.shuffle_window),
-      preprocessors=[_to_examples(config.name, schema, index)],
+      preprocessors=[_to_examples(name, schema, index)],
       output_features={'example': text, 'source': text},
       shuffle_buffer_size=None,
   )
@@ -130,12 +125,13 @@ def build_task(config: TaskConfig) -> Any:
 def build_mixture(config: MixtureConfig) -> Any:
   """Build the tasks and return their `seqio.Mixture`, registered; it raises what `build_task` does."""
   seqio, _ = sources.import_seqio()
-  tasks = [build_task(task) for task in config.tasks]
-  rates = config.rates or [max(task.num_input_examples('train'), 1) ** (1 / config.temperature) for task in tasks]
-  name = f'mixture:{_digest([task.name for task in tasks], list(rates))}'
-  if name in seqio.MixtureRegistry.names():
-    return seqio.MixtureRegistry.get(name)
-  return seqio.MixtureRegistry.add(name, list(zip(tasks, map(float, rates), strict=True)), sample_fn=_draw)
+  tasks = {name: build_task(name, task) for name, task in sorted(config.tasks.items())}
+  rates = config.rates or {name: max(task.num_input_examples('train'), 1) ** (1 / config.temperature) for name, task in tasks.items()}
+  rated = [(task, float(rates[name])) for name, task in tasks.items()]
+  unique = f'mixture:{_digest([(task.name, rate) for task, rate in rated])}'
+  if unique in seqio.MixtureRegistry.names():
+    return seqio.MixtureRegistry.get(unique)
+  return seqio.MixtureRegistry.add(unique, rated, sample_fn=_draw)
 
 
 def num_examples(mixture: Any, split: str = 'train') -> int:
@@ -242,6 +238,11 @@ def _draw(datasets: list[Any], rates: list[float], seed: int) -> Any:
 
   choices = tf.data.Dataset.from_generator(draws, output_signature=tf.TensorSpec([None], tf.int64)).unbatch()
   return tf.data.Dataset.choose_from_datasets(datasets, choices, stop_on_empty_dataset=False)
+
+
+def _check_name(name: str) -> None:
+  if not _NAME.fullmatch(name):
+    raise ValueError(f'The name of a task must be letters, digits, "_" and ".", at least one; got {name!r}.')
 
 
 def _check_split(split: str) -> None:

@@ -13,13 +13,14 @@ import pytest
 from models import decode, kv_cache, lora, sharding, transformer
 from models import params as params_lib
 from models.config import RopeConfig
+from models.params import ParamSpec
 from tests import tiny
 
 LENGTH = 24
 CHUNK = 8
 PROMPTS = (1, 6, 9, 14)  # Nothing to prefill, one chunk, a token of the second, and beyond the window of 8.
-LLAMA = {'activation': 'silu', 'norm_offset': 0.0, 'post_norms': False, 'qk_norm': False, 'scale_embeddings': False, 'tied_embeddings': False,
-         'layer_pattern': ('global',), 'window': None, 'local_rope': None}
+LLAMA = {'activation': 'silu', 'norm_offset': 0.0, 'post_norms': False, 'qk_norm': False, 'scale_embeddings': False,
+         'tied_embeddings': False, 'layer_pattern': ('global',), 'window': None, 'local_rope': None}
 FAMILIES = {
     'llama': LLAMA | {'rope': RopeConfig(theta=1e4, scaling='llama3', factor=8.0, original_length=16)},
     'qwen2': LLAMA | {'qkv_bias': True, 'tied_embeddings': True},
@@ -39,9 +40,14 @@ def make_mesh(name):
 
 def make_params(config, mesh, layout):
   """Return random parameters of which none, norms and biases included, is at its initial value."""
-  params = params_lib.init(transformer.declare(config), 0, mesh, layout)
-  with jax.set_mesh(mesh):
-    return jax.tree.map(lambda leaf: leaf + 0.1 * jnp.sin(jnp.arange(leaf.size, dtype=jnp.float32)).reshape(leaf.shape, out_sharding=jax.typeof(leaf).sharding), params)
+  rng = np.random.default_rng(0)
+  specs = transformer.declare(config)
+
+  def leaf(spec, place):
+    scale = math.prod(spec.shape[dim] for dim in spec.inputs) ** -0.5 if spec.inputs else 0.2
+    return jax.device_put((scale * rng.standard_normal(spec.shape) + (spec.init == 'ones')).astype(np.float32), place)
+
+  return jax.tree.map(leaf, specs, params_lib.spec_shardings(specs, mesh, layout), is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
 
 
 def make_tokens(config, rows=len(PROMPTS)):
@@ -102,11 +108,182 @@ def check_against_forward(params, config, layout, mesh, tokens, wanted_BTV, prom
     np.testing.assert_allclose(got_KBV[:, slots[row]], wanted_BTV[row, start - 1:start - 1 + steps], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize('mesh_name', MESHES)
-@pytest.mark.parametrize('family', FAMILIES)
+@pytest.mark.parametrize(('family', 'mesh_name'), [
+    *((family, mesh_name) for family in FAMILIES for mesh_name in ('one', 'data x tensor')), ('gemma3', 'fsdp'), ('gemma3', 'tensor')])
 def test_decoding_equals_the_forward_pass(family, mesh_name):
   config = tiny.config(**FAMILIES[family])
   mesh = make_mesh(mesh_name)
   trained = make_params(config, mesh, sharding.TRAIN)
   params = decode.decode_params(trained, config, LAYOUT, mesh)
   check_against_forward(params, config, LAYOUT, mesh, make_tokens(config), forward_logits(family))
+
+
+def test_kv_heads_that_do_not_divide_over_tensor():
+  config = tiny.config(num_kv_heads=1)
+  one, split = make_mesh('one'), make_mesh('tensor')
+  with jax.set_mesh(one):
+    wanted = np.asarray(all_logits(make_params(config, one, sharding.TRAIN), make_tokens(config), config, sharding.TRAIN))
+  train, layout = (params_lib.replicate_indivisible(layout, split, 1) for layout in (sharding.TRAIN, LAYOUT))
+  params = decode.decode_params(make_params(config, split, train), config, layout, split)
+  check_against_forward(params, config, layout, split, make_tokens(config), wanted)
+
+
+def test_lora_is_merged():
+  config, mesh = tiny.config(), make_mesh('data x tensor')
+  attached = lora.attach(make_params(config, mesh, sharding.TRAIN), transformer.declare(config), rank=3, alpha=6.0,
+                         targets=('q', 'o', 'down'), rank_stabilized=False, seed=0, mesh=mesh, layout=sharding.TRAIN)
+  rng = np.random.default_rng(1)
+
+  def trained(name, leaf):
+    return jax.device_put(0.3 * rng.standard_normal(leaf.shape).astype(np.float32), leaf.sharding) if name.endswith('/b') else leaf
+
+  attached = params_lib.map_named(trained, attached)
+  tokens = make_tokens(config)
+  with jax.set_mesh(mesh):
+    wanted = np.asarray(all_logits(attached, tokens, config, sharding.TRAIN))
+  assert np.abs(wanted - forward_logits('gemma3')).max() > 0.1
+  check_against_forward(decode.decode_params(attached, config, LAYOUT, mesh), config, LAYOUT, mesh, tokens, wanted)
+
+
+def test_blockwise_prefill_equals_dense():
+  """The same prompts by the kernel for long contexts, in one launch and in chunks."""
+  config, mesh = tiny.config(attention_softcap=5.0), make_mesh('one')
+  params = decode.decode_params(make_params(config, mesh, LAYOUT), config, LAYOUT, mesh)
+  tokens, lengths = make_tokens(config)[:, :16], np.array([16, 3, 0, 9], np.int32)
+
+  def prefill(kernel, chunk):
+    layout = dataclasses.replace(LAYOUT, attention=kernel)
+    with jax.set_mesh(mesh):
+      return decode.prefill(params, tokens, lengths, config, layout, chunk=chunk, max_length=LENGTH)
+
+  def held(cache):
+    """Return keys and values of each layer in the order of positions, those that are held."""
+    for layer in cache:
+      places = layer[0].shape[2]
+      for row, length in enumerate(lengths):
+        positions = np.arange(max(0, length - config.window), length)
+        yield [np.asarray(x)[row, :, positions % places] for x in layer]
+
+  wanted = list(held(prefill('dense', 16)))
+  for kernel, chunk in (('dense', 8), ('blockwise', 8), ('blockwise', 16)):
+    for got, reference in zip(held(prefill(kernel, chunk)), wanted, strict=True):
+      np.testing.assert_allclose(got, reference, atol=1e-5, err_msg=f'{kernel} {chunk}')
+
+
+def test_places_of_a_ring_by_hand():
+  lengths = jnp.array([0, 1, 4, 5, 10])
+  assert kv_cache.held_positions(lengths, 4).tolist() == [
+      [-4, -3, -2, -1], [0, -3, -2, -1], [0, 1, 2, 3], [4, 1, 2, 3], [8, 9, 6, 7]]
+
+
+@pytest.fixture(scope='module')
+def gemma3():
+  config, mesh = tiny.config(), make_mesh('one')
+  return config, mesh, decode.decode_params(make_params(config, mesh, LAYOUT), config, LAYOUT, mesh)
+
+
+def decode_many(model, state, num_steps=6, stop_ids=(-1,)):
+  config, mesh, params = model
+  with jax.set_mesh(mesh):
+    state, steps = decode.decode_many(params, state, np.array(stop_ids, np.int32), num_steps, config, LAYOUT)
+  return state, jax.device_get(steps)
+
+
+def test_a_used_slot_is_as_good_as_a_new_one(gemma3):
+  """Slots that held longer sequences, and whose rings have wrapped, yield for new prompts exactly what fresh slots yield."""
+  config, mesh, params = gemma3
+  tokens = make_tokens(config)
+  used, _ = decode_many(gemma3, filled_state(params, config, LAYOUT, mesh, tokens[:, ::-1].copy(), prompts=(14, 15, 16, 13)))
+  contents = decode.empty_slots(4).replace(tokens_B=tokens[:, 4], lengths_B=np.full(4, 4, np.int32), limits_B=np.full(4, 20, np.int32),
+                                           done_B=np.zeros(4, np.bool_))
+  results = []
+  for state in (used, decode.empty_state(config, LAYOUT, mesh, 4, LENGTH)):
+    with jax.set_mesh(mesh):
+      cache = decode.prefill(params, tokens[:, :8], np.full(4, 4, np.int32), config, LAYOUT, chunk=CHUNK, max_length=LENGTH)
+      state = decode.insert(state, cache, np.arange(4, dtype=np.int32), np.arange(4, dtype=np.int32), contents, LAYOUT)
+    results.append(decode_many(gemma3, state)[1])
+  np.testing.assert_array_equal(results[0].tokens_B, results[1].tokens_B)
+  np.testing.assert_array_equal(results[0].raw_logprobs_B, results[1].raw_logprobs_B)
+
+
+def test_limits_and_stop_ids_end_a_sequence_and_others_go_on(gemma3):
+  config, mesh, params = gemma3
+  state = functools.partial(filled_state, params, config, LAYOUT, mesh, make_tokens(config), slots=(0, 1, 2, 3))
+  start = state()
+  start = start.replace(slots=start.slots.replace(limits_B=jnp.array([23, 7, 23, 23]) + 0 * start.slots.limits_B))
+  end, steps = decode_many(gemma3, start)
+  # Prompt 1 has 6 tokens, so its last is at position 5, and position 7 is its second new one.
+  assert steps.is_new_B.tolist() == [[True] * 4] * 2 + [[True, False, True, True]] * 4
+  assert end.slots.lengths_B.tolist() == [6, 7, 14, 19]
+  assert end.slots.done_B.tolist() == [False, True, False, False]
+  assert end.slots.tokens_B.tolist() == [*steps.tokens_B[5, :1], steps.tokens_B[1, 1], *steps.tokens_B[5, 2:]]
+  stop = int(steps.tokens_B[2, 0])
+  stopped, again = decode_many(gemma3, state(), stop_ids=(stop,))
+  first = np.argmax(again.tokens_B == stop, axis=0)
+  ends = [index if again.tokens_B[index, slot] == stop else 5 for slot, index in enumerate(first)]
+  assert ends[0] <= 2
+  assert again.is_new_B.sum(0).tolist() == [index + 1 for index in ends]
+  np.testing.assert_array_equal(again.tokens_B[:ends[0] + 1, 0], steps.tokens_B[:ends[0] + 1, 0])
+  assert stopped.slots.done_B[0]
+
+
+def test_one_launch_equals_many_and_ends_early(gemma3):
+  config, mesh, params = gemma3
+  once, steps = decode_many(gemma3, filled_state(params, config, LAYOUT, mesh, make_tokens(config)))
+  state, parts = filled_state(params, config, LAYOUT, mesh, make_tokens(config)), []
+  for _ in range(3):
+    state, part = decode_many(gemma3, state, num_steps=2)
+    parts.append(part.tokens_B)
+  np.testing.assert_array_equal(np.concatenate(parts), steps.tokens_B)
+  assert state.slots.lengths_B.tolist() == once.slots.lengths_B.tolist()
+  done = once.replace(slots=once.slots.replace(done_B=once.slots.done_B | True))
+  assert not decode_many(gemma3, done)[1].is_new_B.any()
+
+
+def test_rows_are_rounded_up():
+  bf16 = dataclasses.replace(LAYOUT, compute_dtype='bfloat16')
+  assert decode.num_rows(1, LAYOUT, make_mesh('one')) == 1
+  assert decode.num_rows(1, bf16, make_mesh('one')) == 2
+  assert decode.num_rows(3, LAYOUT, make_mesh('data x tensor')) == 4
+  assert decode.num_rows(1, bf16, make_mesh('data x tensor')) == 4
+
+
+def test_layouts_that_cannot_decode():
+  mesh = sharding.make_mesh(seq=2, devices=jax.devices()[:2])
+  with pytest.raises(ValueError) as error:
+    decode.empty_state(tiny.config(), sharding.TRAIN, mesh, 2, 16)
+  assert "layout.rules split 'length' over ('seq',)" in str(error.value)
+  assert 'use sharding.ROLLOUT' in str(error.value)
+  with pytest.raises(ValueError, match="parameter blocks/attention/k .*'kv_heads'"):
+    decode.decode_params(None, tiny.config(num_kv_heads=1), LAYOUT, make_mesh('tensor'))
+
+
+def big_results(hlo, size):
+  """Return the shape of every array of at least `size` values that an instruction writes; a fusion writes its result alone."""
+  fused = set(re.findall(r' fusion\(.*?calls=(%[\w.\-]+)', hlo))
+  found, computation = [], None
+  for line in hlo.splitlines():
+    header = re.match(r'(?:ENTRY )?(%[\w.\-]+) .*\{$', line)
+    computation = header[1] if header else computation
+    made = re.match(r'\s+(?:ROOT )?%[\w.\-]+ = (\w+\[([\d,]*)\])\S* ([\w\-]+)\(', line)
+    if not made or computation in fused or made[3] in ('parameter', 'get-tuple-element', 'bitcast'):
+      continue
+    if math.prod(int(part) for part in made[2].split(',') if part) >= size:
+      found.append(made[1])
+  return found
+
+
+@pytest.mark.parametrize(('dtype', 'rows'), [('float32', 1), ('float32', 4), ('bfloat16', 2), ('bfloat16', 4)])
+def test_a_step_writes_nothing_large_but_the_cache_and_that_once(dtype, rows):
+  """No weight is converted, copied or transposed: the smallest has 4096 values, more than any activation or the logits have.
+
+  Keys and values are larger, and each layer's are written once, in place.
+  """
+  config = tiny.config(vocab_size=512, embed_dim=64, mlp_dim=256, num_heads=4, num_kv_heads=1, head_dim=64, layer_pattern=('global',))
+  layout, mesh = dataclasses.replace(LAYOUT, compute_dtype=dtype), make_mesh('one')
+  params = decode.decode_params(make_params(config, mesh, LAYOUT), config, layout, mesh)
+  state = decode.empty_state(config, layout, mesh, rows, 128)
+  assert min(leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim > 1) == 4096
+  with jax.set_mesh(mesh):
+    hlo = decode.decode_many.lower(params, state, np.array([-1], np.int32), 2, config, layout).compile().as_text()
+  assert big_results(hlo, 4096) == [f'f32[{rows},1,128,64]'] * 2 * config.num_layers

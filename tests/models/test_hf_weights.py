@@ -143,6 +143,9 @@ def test_load_on_a_mesh(saved, sizes, monkeypatch):
   layout = params_lib.replicate_indivisible(sharding.TRAIN, mesh, LLAMA.num_kv_heads)
   places = params_lib.spec_shardings(transformer.declare(LLAMA), mesh, layout)
   assert jax.tree.map(lambda leaf: leaf.sharding, params) == places
+  # A cast goes piece by piece.
+  monkeypatch.setattr(weight_files, '_PIECE_VALUES', 40)
+  assert_same(load(path, mesh, dtype='bfloat16')[1], make_params(LLAMA, 'bfloat16'))
 
 
 def test_export_from_a_mesh(saved, tmp_path):
@@ -310,6 +313,14 @@ def test_every_mismatch_in_one_error(saved, no_device):
   assert "missing ['lm_head.weight (64, 32)']" in message
   assert "left over ['model.layers.1.extra.weight (2, 3)']" in message
   assert "of another shape ['model.norm.weight: file (31,), model (32,)']" in message
+
+
+def test_a_head_beside_tied_embeddings_is_left_over(saved, no_device):
+  path, _ = saved
+  table = json.loads((path / 'config.json').read_text()) | {'tie_word_embeddings': True}
+  (path / 'config.json').write_text(json.dumps(table))
+  with pytest.raises(ValueError, match=r"missing \[\]; left over \['lm_head.weight \(64, 32\)'\]; of another shape \[\]"):
+    load(path)
 
 
 def test_many_mismatches_are_counted(saved, no_device):

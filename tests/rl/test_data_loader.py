@@ -124,7 +124,7 @@ def test_hosts_together_give_the_batch_of_one(hosts):
 def test_from_files_and_back_at_any_step(tmp_path):
   path = tmp_path / 'a.jsonl'
   path.write_text(''.join(json.dumps({'text': f'{2 + index % 9},{index}'}) + '\n' for index in range(90)))
-  mixture = tasks.build_mixture(tasks.MixtureConfig((tasks.TaskConfig('t', (str(path),), schema='text'),)))
+  mixture = tasks.build_mixture(tasks.MixtureConfig({'t': tasks.TaskConfig((str(path),), schema='text')}))
 
   def open_stream(position):
     return tasks.examples(mixture, seed=3, position=position)

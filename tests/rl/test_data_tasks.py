@@ -19,8 +19,12 @@ def write_qa(path, start, stop):
   return str(path)
 
 
-def qa(name, path, **settings):
-  return tasks.TaskConfig(name, (path,), schema='qa', **settings)
+def qa(path, **settings):
+  return tasks.TaskConfig((path,), schema='qa', **settings)
+
+
+def build(**configs):
+  return tasks.build_mixture(tasks.MixtureConfig(configs))
 
 
 @pytest.fixture(scope='module')
@@ -31,11 +35,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def two(files):
-  return tasks.build_mixture(two_config(files))
-
-
-def two_config(files):
-  return tasks.MixtureConfig((qa('a', files['a']), qa('b', files['b'])), rates=(0.7, 0.3))
+  return tasks.build_mixture(tasks.MixtureConfig({'a': qa(files['a']), 'b': qa(files['b'])}, rates={'a': 0.7, 'b': 0.3}))
 
 
 def stream(mixture, count, **arguments):
@@ -47,8 +47,8 @@ import json, os, sys
 import rl, rl.batching, rl.data.loader, rl.data.tasks, rl.data.sources, rl.data.records
 early = [name for name in ('tensorflow', 'seqio', 'tensorflow_datasets', 'pyarrow') if name in sys.modules]
 from rl.data import sources, tasks
-config = tasks.MixtureConfig(
-    tuple(tasks.TaskConfig(name, (path,), schema='qa') for name, path in zip('ab', sys.argv[1:])), rates=(0.7, 0.3))
+configs = {name: tasks.TaskConfig((path,), schema='qa') for name, path in zip('ba', reversed(sys.argv[1:]))}
+config = tasks.MixtureConfig(configs, rates={'b': 0.3, 'a': 0.7})
 found = tasks.examples(tasks.build_mixture(config), seed=5, position=123)
 order = [next(found).source.split('/')[-1] for _ in range(400)]
 found.close()
@@ -77,7 +77,7 @@ def test_tensorflow_is_imported_late_without_accelerators_or_noise(other_process
 
 
 def test_one_epoch_without_shuffle_is_the_file(files):
-  mixture = tasks.build_mixture(tasks.MixtureConfig((qa('a', files['a']),)))
+  mixture = build(a=qa(files['a']))
   found = list(tasks.examples(mixture, seed=0, num_epochs=1, shuffle=False))
   messages = [({'role': 'user', 'content': f'q{index}'}, {'role': 'assistant', 'content': f'a{index}'}) for index in range(40)]
   assert found == [records.Example(pair, f'a:{files["a"]} row {row}') for row, pair in enumerate(messages, start=1)]
@@ -88,11 +88,8 @@ def test_formats_and_schemas_mix(tmp_path, files):
   chat.write_text(json.dumps({'messages': [{'role': 'user', 'content': 'hi'}, {'role': 'assistant', 'content': 'ho'}]}) + '\n')
   table = str(tmp_path / 'text.parquet')
   parquet.write_table(pyarrow.table({'body': ['once', 'twice']}), table)
-  mixture = tasks.build_mixture(tasks.MixtureConfig((
-      tasks.TaskConfig('chat', (str(chat),)),
-      tasks.TaskConfig('text', (table,), source='parquet', schema='text', fields={'text': 'body'}),
-      qa('qa', files['b']),
-  )))
+  text = tasks.TaskConfig((table,), source='parquet', schema='text', fields={'text': 'body'})
+  mixture = build(chat=tasks.TaskConfig((str(chat),)), text=text, qa=qa(files['b']))
   found = [example.messages[-1]['content'] for example in tasks.examples(mixture, seed=0, num_epochs=1)]
   assert sorted(found) == sorted(['ho', 'once', 'twice', *(f'a{index}' for index in range(100, 110))])
 
@@ -105,8 +102,8 @@ def test_tfds_task(tmp_path):
   builder = tfds.dataset_builders.store_as_tfds_dataset(
       'tiny', '1.0.0', tfds.features.FeaturesDict({'question': text, 'answer': text}), {'train': data}, data_dir=str(tmp_path),
       disable_shuffling=True)
-  task = tasks.TaskConfig('tiny', (str(builder.data_path),), source='tfds', schema='qa')
-  found = list(tasks.examples(tasks.build_mixture(tasks.MixtureConfig((task,))), seed=0, num_epochs=1, shuffle=False))
+  task = tasks.TaskConfig((str(builder.data_path),), source='tfds', schema='qa')
+  found = list(tasks.examples(build(tiny=task), seed=0, num_epochs=1, shuffle=False))
   assert [example.messages[1]['content'] for example in found] == ['a0', 'a1']
   assert found[1].source == f'tiny:{builder.data_path} row 2'
 
@@ -114,18 +111,17 @@ def test_tfds_task(tmp_path):
 def test_building_again_gives_the_same_object_and_other_data_another(tmp_path, files):
   seqio, _ = sources.import_seqio()
   path = write_qa(tmp_path / 'x.jsonl', 0, 5)
-  config = tasks.MixtureConfig((qa('x', path),))
-  first = tasks.build_mixture(config)
-  assert tasks.build_mixture(config) is first is seqio.get_mixture_or_task(first.name)
-  assert tasks.build_task(config.tasks[0]) is first.tasks[0]
+  first = build(x=qa(path), a=qa(files['a']))
+  assert build(a=qa(files['a']), x=qa(path)) is first is seqio.get_mixture_or_task(first.name)
+  assert tasks.build_task('x', qa(path)) is first.tasks[1]
   write_qa(tmp_path / 'x.jsonl', 0, 6)
-  assert tasks.num_examples(tasks.build_mixture(config)) == 6
-  assert tasks.build_mixture(tasks.MixtureConfig((qa('x', path, limit=3),))).num_input_examples('train') == 3
+  assert tasks.num_examples(build(x=qa(path))) == 6
+  assert tasks.num_examples(build(x=qa(path, limit=3))) == 3
 
 
 def test_fingerprint_is_of_the_content_and_not_of_the_place(tmp_path, files):
   one, other, more = (
-      tasks.fingerprint(tasks.build_mixture(tasks.MixtureConfig((qa('x', path),))))
+      tasks.fingerprint(build(x=qa(path)))
       for path in (files['a'], write_qa(tmp_path / 'y.jsonl', 0, 40), write_qa(tmp_path / 'z.jsonl', 0, 41)))
   assert one == other != more
 
@@ -148,7 +144,7 @@ def test_the_seed_decides(two):
 
 
 def test_every_epoch_is_another_permutation(files):
-  mixture = tasks.build_mixture(tasks.MixtureConfig((qa('a', files['a']),)))
+  mixture = build(a=qa(files['a']))
   found = stream(mixture, 120, seed=1)
   epochs = [found[start:start + 40] for start in (0, 40, 80)]
   assert all(sorted(epoch) == sorted(f'a.jsonl row {row}' for row in range(1, 41)) for epoch in epochs)
@@ -157,7 +153,7 @@ def test_every_epoch_is_another_permutation(files):
 
 
 def test_a_small_window_still_gives_every_example_once_an_epoch(files):
-  mixture = tasks.build_mixture(tasks.MixtureConfig((qa('a', files['a'], shuffle_window=4),)))
+  mixture = build(a=qa(files['a'], shuffle_window=4))
   found = stream(mixture, 80, seed=1)
   assert Counter(found) == Counter({f'a.jsonl row {row}': 2 for row in range(1, 41)})
   # An example can come at most window - 1 places early.
@@ -176,7 +172,7 @@ def test_rates_hold(two):
 
 @pytest.mark.parametrize('temperature, expected', [(1.0, [40, 10]), (2.0, [40**0.5, 10**0.5])])
 def test_rates_by_size(files, temperature, expected):
-  mixture = tasks.build_mixture(tasks.MixtureConfig((qa('a', files['a']), qa('b', files['b'])), temperature=temperature))
+  mixture = tasks.build_mixture(tasks.MixtureConfig({'a': qa(files['a']), 'b': qa(files['b'])}, temperature=temperature))
   assert [mixture.get_rate(task) for task in mixture.tasks] == expected
 
 
@@ -193,7 +189,7 @@ def test_a_finite_stream_gives_everything_whatever_the_rates(two):
 
 def test_held_out_examples_are_never_trained_on_not_even_from_another_task(tmp_path, files):
   copy = write_qa(tmp_path / 'copy.jsonl', 150, 450)
-  mixture = tasks.build_mixture(tasks.MixtureConfig((qa('c', files['c'], heldout_fraction=0.2), qa('d', copy, heldout_fraction=0.2))))
+  mixture = build(c=qa(files['c'], heldout_fraction=0.2), d=qa(copy, heldout_fraction=0.2))
   train, heldout = (
       [example.messages for example in tasks.examples(mixture, seed=0, num_epochs=1, split=split)] for split in sources.SPLITS)
   assert len(train) + len(heldout) == 700
@@ -202,7 +198,7 @@ def test_held_out_examples_are_never_trained_on_not_even_from_another_task(tmp_p
 
 
 def test_a_task_without_held_out_examples_takes_no_part_in_the_evaluation(files):
-  mixture = tasks.build_mixture(tasks.MixtureConfig((qa('a', files['a']), qa('c', files['c'], heldout_fraction=0.1, limit=7))))
+  mixture = build(a=qa(files['a']), c=qa(files['c'], heldout_fraction=0.1, limit=7))
   found = stream(mixture, None, seed=0, num_epochs=1, split='heldout')
   assert len(found) == 7 and all(source.startswith('c.') for source in found)
 
@@ -214,18 +210,17 @@ def test_a_bad_row_is_named_before_anything_is_drawn(tmp_path):
   path = tmp_path / 'bad.jsonl'
   path.write_text('{"question": "q", "answer": "a"}\n{"question": "q", "answer": 3}\n')
   with pytest.raises(ValueError, match=rf"^bad:{path} row 2: column 'answer' must be a string, got a number: 3"):
-    tasks.build_task(qa('bad', str(path)))
+    tasks.build_task('bad', qa(str(path)))
 
 
 def test_missing_file(tmp_path):
   with pytest.raises(FileNotFoundError, match='none.jsonl'):
-    tasks.build_task(qa('none', str(tmp_path / 'none.jsonl')))
+    tasks.build_task('none', qa(str(tmp_path / 'none.jsonl')))
 
 
 def test_a_file_that_changes_while_it_is_read_is_an_error_and_nothing_is_drawn_out_of_order(tmp_path, capfd):
   path = write_qa(tmp_path / 'x.jsonl', 0, 1000)
-  config = tasks.MixtureConfig((qa('x', path),))
-  mixture = tasks.build_mixture(config)
+  mixture = build(x=qa(path))
   expected = stream(mixture, 10_000, seed=0)
   found = []
   with pytest.raises(RuntimeError, match=r'x\.jsonl has changed since it was checked'):
@@ -236,7 +231,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error_and_nothing_is_drawn_o
   assert 0 < len(found) < 10_000 and found == expected[:len(found)]
   assert capfd.readouterr().err == ''
   # The same rows in a new file are new data, which is read again.
-  assert stream(tasks.build_mixture(config), 10_000, seed=0) == expected
+  assert stream(build(x=qa(path)), 10_000, seed=0) == expected
 
 
 @pytest.mark.parametrize('arguments, message', [
@@ -251,28 +246,27 @@ def test_examples_refuse(two, arguments, message):
 
 
 @pytest.mark.parametrize('settings, error, message', [
-    ({'name': 'a b'}, ValueError, r"name='a b' of a task must be letters"),
-    ({'paths': 'x.jsonl'}, TypeError, r"t: paths='x\.jsonl' must be a tuple.*write \('x\.jsonl',\)"),
-    ({'source': 'csv'}, ValueError, r"t: source='csv' is unknown; use one of jsonl, parquet, tfds"),
+    ({'paths': 'x.jsonl'}, TypeError, r"paths='x\.jsonl' must be a tuple.*write \('x\.jsonl',\)"),
+    ({'source': 'csv'}, ValueError, r"source='csv' is unknown; use one of jsonl, parquet, tfds"),
     ({'schema': 'csv'}, ValueError, r"schema='csv' is unknown"),
     ({'fields': {'x': 'y'}}, ValueError, r"fields names 'x'"),
-    ({'heldout_fraction': 1.5}, ValueError, r't: heldout_fraction=1\.5 must be between 0 and 1'),
-    ({'limit': 0}, ValueError, r't: limit=0 must be at least 1, or None'),
-    ({'shuffle_window': 0}, ValueError, r't: shuffle_window=0 must be at least 1'),
+    ({'heldout_fraction': 1.5}, ValueError, r'heldout_fraction=1\.5 must be between 0 and 1'),
+    ({'limit': 0}, ValueError, r'limit=0 must be at least 1, or None'),
+    ({'shuffle_window': 0}, ValueError, r'shuffle_window=0 must be at least 1'),
 ])
 def test_task_config_refuses(settings, error, message):
   with pytest.raises(error, match=message):
-    tasks.TaskConfig(**{'name': 't', 'paths': ('x.jsonl',)} | settings)
+    tasks.TaskConfig(**{'paths': ('x.jsonl',)} | settings)
 
 
 @pytest.mark.parametrize('names, settings, message', [
-    ('', {}, r'needs at least one task'),
-    ('tt', {}, r'different names, got t, t'),
-    ('tu', {'rates': (1.0,)}, r'rates=\(1\.0,\) has 1 values for 2 tasks \(t, u\)'),
-    ('tu', {'rates': (1.0, 0.0)}, r'must all be positive and finite'),
+    ('', {}, r'tasks={} is empty; a mixture needs at least one task'),
+    ('t ', {}, r"letters, digits, .* got ' '"),
+    ('tu', {'rates': {'t': 1.0}}, r'rates names t but the tasks are t, u; give each a rate, or none'),
+    ('tu', {'rates': {'t': 1.0, 'u': 0.0}}, r'must all be positive and finite'),
     ('t', {'temperature': 0.0}, r'temperature=0\.0 must be positive and finite'),
-    ('t', {'rates': (1.0,), 'temperature': 2.0}, r'temperature=2\.0 has no effect beside rates'),
+    ('t', {'rates': {'t': 1.0}, 'temperature': 2.0}, r'temperature=2\.0 has no effect beside rates'),
 ])
 def test_mixture_config_refuses(names, settings, message):
   with pytest.raises(ValueError, match=message):
-    tasks.MixtureConfig(tuple(tasks.TaskConfig(name, ('x.jsonl',)) for name in names), **settings)
+    tasks.MixtureConfig({name: tasks.TaskConfig(('x.jsonl',)) for name in names}, **settings)
