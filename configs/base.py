@@ -4,6 +4,7 @@
 """
 
 import ml_collections
+from ml_collections import config_dict
 
 
 def get_config() -> ml_collections.ConfigDict:
@@ -30,7 +31,7 @@ def get_config() -> ml_collections.ConfigDict:
                   'fields': {},  # {'question': 'prompt'} where a column has another name
                   'tfds_split': 'train',
                   'heldout_fraction': 0.05,  # kept out of training, chosen by content
-                  'limit': None,  # examples of each split
+                  'limit': config_dict.placeholder(int),  # examples of each split
                   'shuffle_window': 100_000,  # rows held in memory to shuffle
               },
           },

@@ -5,7 +5,10 @@ faults it in again, page by page (a 64 MiB output costs 37 ms of CPU instead of 
 Python exists. So the program replaces itself once by the same command with the setting in its environment.
 """
 
+from collections.abc import Callable
+import logging
 import os
+import re
 import sys
 
 _TUNABLE = 'glibc.malloc.hugetlb=1'
@@ -26,3 +29,40 @@ _restart_with_huge_pages()
 from models import startup  # noqa: E402  (after the restart, so that it runs once)
 
 startup.prepare()
+
+
+def run(main: Callable[[list[str]], None]) -> None:
+  """Run a program: parse flags, log what our packages say and the warnings of others, and turn mistakes of the user into one message.
+
+  `ValueError` and `FileNotFoundError` carry the whole story (what, value, allowed, how to fix); their traceback would hide it.
+  """
+  from absl import app
+  from absl import logging as absl_logging
+
+  def guarded(argv: list[str]) -> None:
+    if len(argv) > 1:
+      raise app.UsageError(f'unexpected arguments {argv[1:]}; every setting is a flag.')
+    # Orbax and JAX log every step of theirs at INFO.
+    absl_logging.set_verbosity(absl_logging.WARNING)
+    for package in ('models', 'rl', 'envs', 'launch'):
+      logging.getLogger(package).setLevel(logging.INFO)
+    try:
+      main(argv)
+    except (ValueError, FileNotFoundError) as error:
+      logging.getLogger('launch').debug('Where it was raised:', exc_info=True)
+      raise SystemExit(f'launch.{os.path.splitext(os.path.basename(argv[0]))[0]}: {error}') from error
+
+  app.run(guarded, flags_parser=_parse_flags)
+
+
+def _parse_flags(argv: list[str]) -> list[str]:
+  """Parse flags; a field that the config file does not have, or a value of another type than its, ends the program with one message."""
+  from absl import app
+
+  try:
+    return app.parse_flags_with_usage(argv)
+  except (AttributeError, KeyError, TypeError) as error:  # What ml_collections raises, without saying which flag it was.
+    fields = [flag for flag in argv[1:] if flag.startswith('--config.')]
+    words = re.findall(r'\w+', str(error).split('\\n')[0])
+    blamed = [flag for flag in fields if flag.split('=')[0].rsplit('.', 1)[-1] in words] or fields
+    raise SystemExit(f'launch: {" or ".join(blamed)} does not fit the config: {" ".join(words)}') from error

@@ -14,10 +14,11 @@ import json
 from pathlib import Path
 import time
 
-from absl import app, flags, logging
+from absl import flags
 import jax
 import numpy as np
 
+import launch
 from models import chat, heads, sampling, sharding, startup, transformer
 from rl import batching, policy as policy_lib, train
 from rl.data import tasks
@@ -114,13 +115,8 @@ def evaluate() -> dict:
   return results
 
 
-def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'unexpected arguments {argv[1:]}; every setting is a flag.')
-  try:
-    results = evaluate()
-  except (ValueError, FileNotFoundError) as error:
-    raise SystemExit(f'launch.evaluate: {error}') from error
+def main(_: list[str]) -> None:
+  results = evaluate()
   if _OUTPUT.value:
     path = Path(_OUTPUT.value)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,5 +125,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == '__main__':
   flags.mark_flags_as_required(['model', 'data'])
-  logging.set_verbosity(logging.INFO)
-  app.run(main)
+  launch.run(main)

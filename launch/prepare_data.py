@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 
-from absl import app, flags, logging
+from absl import flags
 
+import launch
 from envs.domains import word_problems
 
 _DOMAINS = {'word_problems': word_problems.word_problems}
@@ -18,9 +20,7 @@ _SEED = flags.DEFINE_integer('seed', 0, 'Root of the problems; equal seeds give 
 _OUTPUT = flags.DEFINE_string('output', None, 'JSONL file to write: {"question", "answer"} a row.')
 
 
-def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'unexpected arguments {argv[1:]}; every setting is a flag.')
+def main(_: list[str]) -> None:
   path = Path(_OUTPUT.value)
   path.parent.mkdir(parents=True, exist_ok=True)
   temporary = path.with_name(path.name + '.tmp')
@@ -28,10 +28,9 @@ def main(argv: list[str]) -> None:
     for problem in _DOMAINS[_DOMAIN.value](_SEED.value, _COUNT.value):
       file.write(json.dumps({'question': problem.question, 'answer': problem.answer}) + '\n')
   os.replace(temporary, path)
-  logging.info('Wrote %d problems to %s.', _COUNT.value, path)
+  logging.getLogger('launch.prepare_data').info('Wrote %d problems to %s.', _COUNT.value, path)
 
 
 if __name__ == '__main__':
   flags.mark_flag_as_required('output')
-  logging.set_verbosity(logging.INFO)
-  app.run(main)
+  launch.run(main)

@@ -6,33 +6,29 @@ continues from the newest checkpoint of the workdir.
 
 from __future__ import annotations
 
-from absl import app, flags, logging
-import jax
+import logging
+
+from absl import flags
 from ml_collections import config_flags
 
+import launch
 from models import startup
 from rl import config as config_lib, train
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'File with get_config(); fields are flags of their own.')
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run: checkpoints, metrics, resolved config.')
+_LOG = logging.getLogger('launch.train')
 
 
-def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'unexpected arguments {argv[1:]}; every setting is a flag.')
-  try:
-    config = config_lib.build(train.TrainConfig, _CONFIG.value)
-    startup.use_cpu_devices(config.cpu_devices)
-    results = train.run(config, _WORKDIR.value)
-  except (ValueError, FileNotFoundError) as error:
-    # Mistakes in the configuration, the data or the files: the message is the whole story.
-    raise SystemExit(f'launch.train: {error}') from error
-  logging.info('Finished; checkpoints and metrics are in %s. %s', _WORKDIR.value,
-               '  '.join(f'{name} {value:.4f}' for name, value in results.items()))
+def main(_: list[str]) -> None:
+  config = config_lib.build(train.TrainConfig, _CONFIG.value)
+  startup.use_cpu_devices(config.cpu_devices)
+  startup.check_backend()
+  results = train.run(config, _WORKDIR.value)
+  _LOG.info('Finished; checkpoints and metrics are in %s. %s', _WORKDIR.value,
+            '  '.join(f'{name} {value:.4f}' for name, value in results.items()))
 
 
 if __name__ == '__main__':
   flags.mark_flags_as_required(['config', 'workdir'])
-  jax.config.config_with_absl()
-  logging.set_verbosity(logging.INFO)
-  app.run(main)
+  launch.run(main)

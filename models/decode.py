@@ -112,7 +112,7 @@ def decode_params(params, config: ModelConfig, layout: Layout, mesh: Mesh):
 
   def convert_all(params):
     params = jax.tree.map(convert, specs, lora.merge(params), is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
-    return params | {'blocks': params_lib.unstack(params['blocks'], config.num_layers)}
+    return params | {'blocks': params_lib.unstack(params['blocks'])}
 
   with jax.set_mesh(mesh):
     return jax.jit(convert_all)(params)

@@ -129,6 +129,19 @@ def is_lora(leaf) -> bool:
   return isinstance(leaf, LoraArray)
 
 
-def unstack(blocks: Mapping[str, Any], num_layers: int) -> tuple[Mapping[str, Any], ...]:
-  """Return one tree per layer from the stacked `blocks`."""
-  return tuple(jax.tree.map(lambda leaf: leaf[layer], blocks) for layer in range(num_layers))
+def unstack(blocks: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+  """Return one tree per layer from the stacked `blocks`; the gradient is stacked in one pass.
+
+  Differentiated as `leaf[layer]`, it would be a sum of as many padded arrays as layers, a tenth of a training step on CPU.
+  """
+  leaves, structure = jax.tree.flatten(blocks)
+  layers = zip(*(_unstack_leaf(leaf) for leaf in leaves), strict=True)
+  return tuple(jax.tree.unflatten(structure, layer) for layer in layers)
+
+
+@jax.custom_vjp
+def _unstack_leaf(leaf):
+  return tuple(leaf[layer] for layer in range(leaf.shape[0]))
+
+
+_unstack_leaf.defvjp(lambda leaf: (_unstack_leaf(leaf), None), lambda _, gradients: (jnp.stack(gradients),))

@@ -142,7 +142,7 @@ def forward(params, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_B
     segment_ids_BT = sharding.constrain(segment_ids_BT, layout, 'batch', 'length')
     attend = attention.resolve(layout, config, positions_BT, segment_ids_BT)
   pattern = config.layer_pattern
-  tables = {kind: rope.angles(positions_BT, config.layer_rope(kind), config.head_dim) for kind in set(pattern)}
+  tables = {kind: rope.angles(positions_BT, config.layer_rope(kind), config.head_dim) for kind in dict.fromkeys(pattern)}
   x_BTD = layers.embed(tokens_BT, params['embedding'], config, layout)
   blocks = params['blocks']
 
@@ -165,9 +165,9 @@ def _stacked(x_BTD, blocks, run, tables, config: ModelConfig, layout: Layout):
   """Run the stacked layers: whole repeats of the pattern under one scan, what is left over after it."""
   pattern = config.layer_pattern
 
-  def repeat(x, own, kinds):
-    for index, kind in enumerate(kinds):
-      x, _ = run(kind)(x, jax.tree.map(lambda leaf, i=index: leaf[i], own), None, tables[kind])
+  def repeat(x, stacked, kinds):
+    for kind, own in zip(kinds, params_lib.unstack(stacked), strict=True):
+      x, _ = run(kind)(x, own, None, tables[kind])
     return x
 
   repeats = config.num_layers // len(pattern) if layout.scan else 0

@@ -15,6 +15,7 @@ import json
 import math
 import os
 from pathlib import Path
+import socket
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,6 @@ from typing import Any, TextIO
 import jax
 import jax.numpy as jnp
 
-from rl.event_file import EventFile
 
 METRICS_FILE = 'metrics.jsonl'
 CONFIG_FILE = 'config.json'
@@ -74,25 +74,25 @@ class Monitor:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         _truncate(self._path, start_step)
         self._file = self._path.open('a', encoding='utf-8')
-        self._event_file = EventFile(Path(workdir) / 'tensorboard', start_step)
+        self._events = _open_events(Path(workdir) / 'tensorboard', start_step)
 
-  def log_step(self, step: int, values: Mapping[str, float], num_tokens: int) -> None:
+  def log_step(self, step: int, values: Mapping[str, float], num_tokens: int, finished_s: float) -> None:
     """Write the metrics of one optimizer step with its speed, and show progress.
 
-    The time since the call before counts as this step's, except what passed inside `paused`. The first call's time is compilation for the
-    most part, so it is written as 'speed/first_step_s' and enters no rate.
+    The time since the step before finished counts as this step's, except what passed inside `paused`. The first step's time is compilation
+    for the most part, so it is written as 'speed/first_step_s' and enters no rate.
 
     Args:
       step: the optimizer step, counted from 1.
       values: {'area/name_unit': value}; 'train/loss_nats' is shown.
       num_tokens: tokens that the step trained on, over all hosts.
+      finished_s: `time.perf_counter()` when its results were there.
 
     Raises:
       ValueError: `step` lies before one already written.
       RuntimeError: a file cannot be written.
     """
-    now_s = time.perf_counter()
-    step_s, self._lap_start_s = max(now_s - self._lap_start_s, 1e-9), now_s
+    step_s, self._lap_start_s = max(finished_s - self._lap_start_s, 1e-9), finished_s
     if self._is_first_lap:
       speed = {'speed/first_step_s': step_s}
     else:
@@ -115,7 +115,8 @@ class Monitor:
     with _writing(self._path):
       self._file.write(json.dumps({'step': step, 'time_s': round(time.time(), 3), **record}, allow_nan=False) + '\n')
       self._file.flush()
-      self._event_file.write(step, values)
+      self._events.write(_scalars(step, values))
+      self._events.flush()
 
   @contextlib.contextmanager
   def paused(self) -> Iterator[None]:
@@ -136,7 +137,7 @@ class Monitor:
       return
     if self._stream.isatty():
       self._stream.write('\n')
-    with _writing(self._path), contextlib.closing(self._event_file), contextlib.closing(self._file):
+    with _writing(self._path), contextlib.closing(self._events), contextlib.closing(self._file):
       pass
 
   def __enter__(self) -> Monitor:
@@ -279,6 +280,32 @@ def _replace_text(path: Path, text: str) -> None:
   temporary = path.with_name(path.name + '.tmp')
   temporary.write_text(text, encoding='utf-8')
   os.replace(temporary, path)
+
+
+def _open_events(directory: Path, start_step: int) -> Any:
+  """Open a TensorBoard event file; TensorBoard then forgets what earlier files in the directory say about steps after `start_step`.
+
+  TensorBoard's record writer is used and not a summary writer: those put a queue and a thread between the run and the disk, so that a full
+  disk blocks the run without a word.
+  """
+  from tensorboard.compat.proto import event_pb2
+  from tensorboard.summary.writer.record_writer import RecordWriter
+
+  directory.mkdir(parents=True, exist_ok=True)
+  # TensorBoard reads the files of a directory in the order of their names, so the time comes first.
+  writer = RecordWriter((directory / f'events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}').open('xb'))
+  writer.write(event_pb2.Event(wall_time=time.time(), file_version='brain.Event:2').SerializeToString())
+  started = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+  writer.write(event_pb2.Event(wall_time=time.time(), step=start_step + 1, session_log=started).SerializeToString())
+  writer.flush()
+  return writer
+
+
+def _scalars(step: int, values: Mapping[str, float]) -> bytes:
+  from tensorboard.compat.proto import event_pb2, summary_pb2
+
+  summary = summary_pb2.Summary(value=[summary_pb2.Summary.Value(tag=key, simple_value=value) for key, value in values.items()])
+  return event_pb2.Event(wall_time=time.time(), step=step, summary=summary).SerializeToString()
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from models.config import ModelConfig
 from models.sharding import Layout
 from models.tokenizer import Tokenizer
 from rl import checkpoint, config as config_lib
-from rl.train import CHECKPOINTS, TrainConfig
+from rl.train import CHECKPOINTS, TrainConfig, load_trainable
 from rl.types import Params
 
 
@@ -36,27 +36,45 @@ def load(path: str | Path, mesh: Mesh, layout: Layout, dtype: str, step: int | N
     FileNotFoundError: the path or the step is not there.
     ValueError: `step` for something that is no run, or what the loaders refuse.
   """
+  run = _read_run(path, step)
+  tokenizer = load_tokenizer(path)
+  config, params = load_params(path, mesh, layout, dtype, step)
+  return Policy(config, params, tokenizer, run.model.chat_template if run else 'plain')
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+  """Load the tokenizer of a model or a run; raises as `load`."""
+  run = _read_run(path, None)
+  if run:
+    path = run.model.path
   path = Path(path)
-  if not (path / CHECKPOINTS).is_dir():
-    if step is not None:
-      raise ValueError(f'step={step} was asked of {path}, which has no {CHECKPOINTS} directory; leave it out for a pretrained model.')
-    config, params = hf_weights.load(path, mesh, layout, dtype)
-    return Policy(config, params, tokenizer_lib.load(path), 'plain')
-  directory = path / CHECKPOINTS
-  run = config_lib.build(TrainConfig, dict(checkpoint.read_host(directory, step).config))
+  return tokenizer_lib.load(path.parent if path.suffix == '.safetensors' else path)
+
+
+def load_params(path: str | Path, mesh: Mesh, layout: Layout, dtype: str, step: int | None = None) -> tuple[ModelConfig, Params]:
+  """Load only (config, parameters); arguments and errors as `load`."""
+  run = _read_run(path, step)
+  if run is None:
+    return hf_weights.load(path, mesh, layout, dtype)
+  directory = Path(path) / CHECKPOINTS
   config = weight_files.read_config(run.model.path)
-  place = params_lib.replicate_indivisible(layout, mesh, config.num_kv_heads)
-  specs = transformer.declare(config)
-  if run.lora.rank:
-    _, base = hf_weights.load(run.model.path, mesh, layout, run.model.frozen_dtype)
-    tree = lora.attach(base, specs, rank=run.lora.rank, alpha=run.lora.alpha, targets=run.lora.targets,
-                       rank_stabilized=run.lora.rank_stabilized, seed=run.seed, mesh=mesh, layout=place)
-    adapters, frozen = params_lib.split(tree, lora.is_trainable)
-    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), adapters)
-    tree = params_lib.combine(checkpoint.read_params(directory, abstract, step), frozen)
-    with jax.set_mesh(mesh):
-      params = lora.merge(tree)
-  else:
-    params = checkpoint.read_params(directory, params_lib.abstract(specs, mesh, place), step)
-  params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-  return Policy(config, params, tokenizer_lib.load(run.model.path), run.model.chat_template)
+  layout = params_lib.replicate_indivisible(layout, mesh, config.num_kv_heads)
+  if run.lora.rank == 0:
+    params = checkpoint.read_params(directory, params_lib.abstract(transformer.declare(config), mesh, layout), step)
+    return config, jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+  _, adapters, frozen = load_trainable(run, mesh, layout)
+  abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), adapters)
+  adapters = checkpoint.read_params(directory, abstract, step)
+  with jax.set_mesh(mesh):
+    merged = lora.merge(params_lib.combine(adapters, frozen))
+  return config, jax.tree.map(lambda leaf: leaf.astype(dtype), merged)
+
+
+def _read_run(path: str | Path, step: int | None) -> TrainConfig | None:
+  """Return the configuration of a run directory, or None for a pretrained model."""
+  directory = Path(path) / CHECKPOINTS
+  if directory.is_dir():
+    return config_lib.build(TrainConfig, dict(checkpoint.read_host(directory, step).config))
+  if step is not None:
+    raise ValueError(f'step={step} was asked of {path}, which has no {CHECKPOINTS} directory; leave it out for a pretrained model.')
+  return None

@@ -10,12 +10,14 @@ Configuration, data, mesh and model are checked in this order, before the first 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 import contextlib
 from dataclasses import dataclass, field
 import hashlib
 import logging
 from pathlib import Path
 import signal
+import time
 from typing import Any, Literal
 
 import jax
@@ -29,11 +31,12 @@ from models.sharding import Layout
 from models.tokenizer import Tokenizer
 from rl import batching, checkpoint, config as config_lib, learner as learner_lib, metrics as metrics_lib, monitor, optimizer
 from rl.data import records, tasks
-from rl.data.loader import Loader
+from rl.data.loader import Loader, Step
 from rl.learner import Learner
 from rl.optimizer import OptimizerConfig
 from rl.types import Document, HostState, Params
 
+_LOG = logging.getLogger(__name__)
 CHECKPOINTS = 'checkpoints'
 MAX_SKIPPED_IN_A_ROW = 10
 _FINGERPRINT_BYTES = 65_536
@@ -241,57 +244,87 @@ def run(config: TrainConfig, workdir: str | Path) -> dict[str, float]:
       state, restored = store.restore(abstract)
       host = HostState(restored.documents, config.seed, resolved, host.revision, host.lineage)
     first_step = int(state.step)
-    monitor.write_config(workdir, resolved, config_lib.difference(config, TrainConfig(config.model, config.data, config.num_steps)))
+    defaults = TrainConfig(ModelSource(config.model.path), DataConfig(config.data.tasks), config.num_steps)
+    monitor.write_config(workdir, resolved, config_lib.difference(config, defaults))
     board = stack.enter_context(monitor.Monitor(
         workdir, total_steps=config.num_steps, start_step=first_step,
         flops_per_token=transformer.num_flops_per_token(setup.model, config.data.length, 1.0 if config.lora.rank == 0 else 0.0),
         peak_flops=monitor.measure_matmul_peak(config.layout.compute_dtype) * jax.process_count()))
     stopping = stack.enter_context(_stop_signal())
     loader = stack.enter_context(_loader(config, setup, host.documents))
-    logging.info('%s: %d parameters, %d trained; mesh %s; step %d of %d.', setup.model.family, params_lib.count(state.trainable) +
+    _LOG.info('%s: %d parameters, %d trained; mesh %s; step %d of %d.', setup.model.family, params_lib.count(state.trainable) +
                  params_lib.count(setup.frozen), params_lib.count(state.trainable), dict(setup.mesh.shape), first_step, config.num_steps)
     return _loop(config, setup, state, host, loader, store, board, stopping)
 
 
 def _loop(config, setup: Setup, state, host: HostState, loader: Loader, store, board, stopping: Callable[[], bool]) -> dict[str, float]:
-  results, pending, num_skipped = {}, None, 0
-
-  def report() -> int:
-    """Write the metrics of the step before; return how many steps in a row were skipped."""
-    if pending is None:
-      return num_skipped
-    step, metrics, taken = pending
-    values = metrics_lib.compute(metrics)
-    rows = config.data.rows * config.data.micro_batches * config.data.length
-    board.log_step(step, {**values, 'data/documents': taken.documents, 'data/dropped_documents': taken.num_dropped,
-                          'data/truncated_documents': taken.num_truncated, 'data/fill_fraction': taken.num_tokens / rows}, taken.num_tokens)
-    skipped = num_skipped + 1 if values['train/skipped_steps'] else 0
-    if skipped >= MAX_SKIPPED_IN_A_ROW:
-      raise RuntimeError(f'{skipped} steps in a row up to step {step} had a gradient that is not finite and were skipped; '
-                         f'lower optimizer.learning_rate={config.optimizer.learning_rate} or look at the data of these steps.')
-    return skipped
-
-  for step in range(int(state.step) + 1, config.num_steps + 1):
-    taken = next(loader)
-    batches = [batching.to_global(batch, setup.place) for batch in taken.batches]
-    state, metrics = setup.learner.update(state, setup.frozen, batches)
-    num_skipped = report()
-    pending = (step, metrics, taken)
-    host = HostState(taken.documents, host.seed, host.config, host.revision, host.lineage)
-    is_last = step == config.num_steps or stopping()
-    if is_last or store.is_due(step):
-      num_skipped, pending = report(), None
-      store.save(step, state, host)
-    if config.eval_every_steps and (step % config.eval_every_steps == 0 or step == config.num_steps):
-      num_skipped, pending = report(), None
-      with board.paused():
-        results = evaluate(config, setup, state.trainable)
-        board.write(step, results)
-      logging.info('step %d: %s', step, '  '.join(f'{name} {value:.4f}' for name, value in results.items()))
-    if is_last and step < config.num_steps:
-      logging.warning('Stopped by a signal after step %d; run the same command again to go on.', step)
-      break
+  results, reporter = {}, _Reporter(config, board)
+  with reporter:
+    for step in range(int(state.step) + 1, config.num_steps + 1):
+      taken = next(loader)
+      batches = [batching.to_global(batch, setup.place) for batch in taken.batches]
+      state, metrics = setup.learner.update(state, setup.frozen, batches)
+      reporter.add(step, taken, metrics)
+      host = HostState(taken.documents, host.seed, host.config, host.revision, host.lineage)
+      stop = stopping()
+      if step == config.num_steps or stop or store.is_due(step):
+        reporter.flush()
+        store.save(step, state, host)
+      if config.eval_every_steps and (step % config.eval_every_steps == 0 or step == config.num_steps):
+        reporter.flush()
+        with board.paused():
+          results = evaluate(config, setup, state.trainable)
+          board.write(step, results)
+        _LOG.info('step %d: %s', step, '  '.join(f'{name} {value:.4f}' for name, value in results.items()))
+      if stop and step < config.num_steps:
+        _LOG.warning('Stopped by a signal after step %d; run the same command again to go on.', step)
+        break
   return results
+
+
+class _Reporter:
+  """Write a step's metrics while the next step runs; a thread waits for the device, so the loop does not and completion times are exact."""
+
+  def __init__(self, config: TrainConfig, board: monitor.Monitor):
+    self._config, self._board = config, board
+    self._num_skipped = 0
+    self._pending = None
+    self._thread = ThreadPoolExecutor(1, 'metrics')
+
+  def add(self, step: int, taken: Step, metrics: dict) -> None:
+    """Take a step's metrics and report the step before; raises as `flush`."""
+    self.flush()
+    self._pending = (step, taken, self._thread.submit(lambda: (metrics_lib.compute(metrics), time.perf_counter())))
+
+  def flush(self) -> None:
+    """Report what is pending.
+
+    Raises:
+      RuntimeError: too many steps in a row without a finite gradient, or files that cannot be written.
+    """
+    if self._pending is None:
+      return
+    (step, taken, future), self._pending = self._pending, None
+    values, finished_s = future.result()
+    data = self._config.data
+    self._board.log_step(step, {
+        **values, 'data/documents': taken.documents, 'data/dropped_documents': taken.num_dropped,
+        'data/truncated_documents': taken.num_truncated,
+        'data/fill_fraction': taken.num_tokens / (data.rows * data.micro_batches * data.length)}, taken.num_tokens, finished_s)
+    self._num_skipped = self._num_skipped + 1 if values['train/skipped_steps'] else 0
+    if self._num_skipped >= MAX_SKIPPED_IN_A_ROW:
+      raise RuntimeError(f'{self._num_skipped} steps in a row up to step {step} had a gradient that is not finite and were skipped; '
+                         f'lower optimizer.learning_rate={self._config.optimizer.learning_rate} or look at the data of these steps.')
+
+  def __enter__(self) -> _Reporter:
+    return self
+
+  def __exit__(self, kind, *_) -> None:
+    try:
+      if kind is None:
+        self.flush()
+    finally:
+      self._thread.shutdown()
 
 
 def evaluate(config: TrainConfig, setup: Setup, trainable: Params) -> dict[str, float]:

@@ -89,7 +89,7 @@ def test_layouts_compute_the_same(layout):
 
 
 def test_unstacked_layers_compute_the_same():
-  tree = {**params(), 'blocks': params_lib.unstack(params()['blocks'], CONFIG.num_layers)}
+  tree = {**params(), 'blocks': params_lib.unstack(params()['blocks'])}
   place = row(*DOCUMENTS, length=40)
   np.testing.assert_allclose(hidden(*place, tree=tree)[:, :31], hidden(*place)[:, :31], atol=2e-5)
 

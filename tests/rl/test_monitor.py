@@ -47,7 +47,7 @@ def records(workdir):
 def run_steps(monitor, clock, steps, step_s=2.0, num_tokens=1000):
   for step in steps:
     clock.now_s += step_s
-    monitor.log_step(step, {'train/loss_nats': 3.0 - step}, num_tokens)
+    monitor.log_step(step, {'train/loss_nats': 3.0 - step}, num_tokens, clock.now_s)
 
 
 def test_speed_follows_from_the_clock(tmp_path, clock):
