@@ -14,7 +14,7 @@ def get_config() -> ml_collections.ConfigDict:
   config.lora.rank = 16
   config.optimizer.learning_rate = 5e-4
   config.optimizer.warmup_steps = 3
-  config.layout.scan = False
+  config.layout.remat = 'full'
   config.eval_every_steps = 20
   config.eval_documents = 100
   config.checkpoint_every_steps = 20

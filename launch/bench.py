@@ -23,6 +23,8 @@ _CASES = flags.DEFINE_list('cases', ['full-bfloat16', 'full-float32', 'lora-bflo
 _ROWS = flags.DEFINE_integer('rows', 8, 'Rows of the batch.', lower_bound=1)
 _LENGTH = flags.DEFINE_integer('length', 256, 'Tokens of a row.', lower_bound=1)
 _STEPS = flags.DEFINE_integer('steps', 3, 'Counted steps of each measurement.', lower_bound=1)
+_REMAT = flags.DEFINE_string('remat', 'full', 'train: what backward keeps of a block (see `sharding.Layout`).')
+_SCAN = flags.DEFINE_bool('scan', True, 'train: scan the layers instead of unrolling them.')
 _PEER = flags.DEFINE_bool('peer', False, 'Measure the peer too.')
 _MODEL = flags.DEFINE_string('model', '', 'load: the GGUF file.')
 _CHILD = flags.DEFINE_string('child', '', 'Run one measurement in this process and print it as JSON (used by this program itself).')
@@ -59,7 +61,7 @@ def _train(mode: str, dtype: str) -> list[dict]:
   from rl.types import Document
 
   config, mesh = gemma3_270m(), sharding.make_mesh()
-  layout = dataclasses.replace(sharding.TRAIN, compute_dtype=dtype, scan=False)
+  layout = dataclasses.replace(sharding.TRAIN, compute_dtype=dtype, scan=_SCAN.value, remat=_REMAT.value)
   specs = transformer.declare(config)
   tree = params_lib.init(specs, 0, mesh, layout, dtype if mode == 'lora' else 'float32')
   if mode == 'lora':

@@ -207,9 +207,8 @@ def insert(state: DecodeState, prompts: Cache, slots_A: np.ndarray, prompts_A: n
 def next_logits(params, state: DecodeState, config: ModelConfig, layout: Layout) -> tuple[jax.Array, Cache]:
   """Read each slot's last token; returns (float32 logits_BV of the token after it, the cache with it)."""
   slots = state.slots
-  # Makes the table depend on the step. Else XLA lifts a converted copy of all of it out of the loop in `decode_many`.
-  tokens_B, embedding = jax.lax.optimization_barrier((slots.tokens_B, params['embedding']))
-  params = params | {'embedding': embedding}
+  # Makes the weights depend on the step. Else XLA lifts converted and transposed copies of them out of the loop in `decode_many`.
+  tokens_B, params = jax.lax.optimization_barrier((slots.tokens_B, params))
   attend = kv_cache.attend_token(slots.lengths_B, config, layout)
   hidden_B1D, cache = transformer.forward(params, tokens_B[:, None], slots.lengths_B[:, None], None, config, layout, attend, state.cache)
   return transformer.logits(params, hidden_B1D, config, layout)[:, 0], cache

@@ -167,7 +167,7 @@ def _transposed(x) -> jax.Array:
 
 
 def _as_bits(x) -> jax.Array:
-  # XLA:CPU slices, gathers and updates 16-bit floats by converting the whole array to float32 and back; their bits it moves as they are.
+  # XLA:CPU slices and updates 16-bit floats by converting the whole array to float32 and back; their bits it moves as they are.
   return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
 
 
@@ -176,8 +176,6 @@ def _from_bits(x, dtype) -> jax.Array:
 
 
 def _rows(x_VD, start, size: int, dtype) -> jax.Array:
-  # The barrier keeps XLA from hoisting the view as bits out of the loop, where it would be a second copy of the head.
-  x_VD, start = lax.optimization_barrier((x_VD, start))
   return _from_bits(lax.dynamic_slice_in_dim(_as_bits(x_VD), start, size), x_VD.dtype).astype(dtype)
 
 
@@ -283,8 +281,7 @@ def _logsumexp(plan: _Plan, walk: dict) -> jax.Array:
 def _target_rows(unembed_VD, targets_T, dtype) -> jax.Array:
   """Return the targets' rows of the head, 0 for targets that are not this device's."""
   mine_T = (targets_T >= 0) & (targets_T < unembed_VD.shape[0])
-  rows_TD = _from_bits(_as_bits(unembed_VD)[jnp.where(mine_T, targets_T, 0)], unembed_VD.dtype)
-  return jnp.where(mine_T[:, None], rows_TD, 0).astype(dtype)
+  return jnp.where(mine_T[:, None], unembed_VD[jnp.where(mine_T, targets_T, 0)], 0).astype(dtype)
 
 
 def _target_logits(plan: _Plan, hidden_TD, rows_TD) -> jax.Array:
@@ -430,7 +427,7 @@ def _nll_chunk(plan, unembed_VD, dunembed_VD, arrays):
     # A negative index would count from the end, so a target of another device is sent past it and dropped.
     index_T = jnp.where(targets_T < 0, unembed_VD.shape[0], targets_T)
     dunembed_VD = dunembed_VD.at[index_T].add(at_target_T[:, None] * hidden_TD.astype(jnp.float32), mode='drop')
-  return dunembed_VD, (dhidden_TD, logits_T * -1 + lse_T)
+  return dunembed_VD, (dhidden_TD, lse_T - logits_T)
 
 
 def _nll_backward(plan, saved, cotangents):

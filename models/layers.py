@@ -38,7 +38,7 @@ def mlp(x_BTD: jax.Array, params, config: ModelConfig, layout: Layout) -> jax.Ar
 
 def embed(tokens_BT: jax.Array, embedding_VD: jax.Array, config: ModelConfig, layout: Layout) -> jax.Array:
   """Look up token embeddings x_BTD."""
-  x_BTD = sharding.gathered(embedding_VD).at[tokens_BT].get(out_sharding=layout.spec('batch', 'length', None)).astype(layout.dtype)
+  x_BTD = sharding.take_rows(embedding_VD, tokens_BT, layout.spec('batch', 'length', None)).astype(layout.dtype)
   if config.scale_embeddings:
     # The factor is rounded to the compute dtype first, as the published models were trained.
     x_BTD = x_BTD * jnp.asarray(config.embed_dim**0.5, layout.dtype)

@@ -103,9 +103,12 @@ def init(specs: Tree, seed: int, mesh: Mesh, layout: Layout, dtype: str = 'float
     scale = math.prod(spec.shape[dim] for dim in spec.inputs) ** -0.5
     return (jax.random.normal(prng.stream_key(seed, f'init/{name}'), spec.shape, jnp.float32) * scale).astype(dtype)
 
-  make = jax.jit(lambda: map_named(leaf, specs, is_leaf=_is_spec), out_shardings=spec_shardings(specs, mesh, layout))
+  # One program a parameter: drawn together, all of their random bits would be alive at once.
+  def make(name, spec, place):
+    return jax.jit(lambda: leaf(name, spec), out_shardings=place)()
+
   with jax.set_mesh(mesh):
-    return make()
+    return map_named(make, specs, spec_shardings(specs, mesh, layout), is_leaf=_is_spec)
 
 
 def split(tree: Tree, is_trainable: Callable[[str], bool]) -> tuple[Tree, Tree]:

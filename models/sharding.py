@@ -205,6 +205,37 @@ def _dot(expression, a, b, spec):
   return jnp.einsum(expression, a, b, preferred_element_type=jnp.float32, out_sharding=spec)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def take_rows(table_VD: jax.Array, ids: jax.Array, out_spec: P) -> jax.Array:
+  """Return table_VD[ids] with the partition `out_spec`; the gradient is summed in float32 and has the table's sharding and dtype.
+
+  XLA's CPU backend has no 16-bit gather and converts the whole table to float32 first, so 16-bit rows are fetched as integers.
+  """
+  whole = gathered(table_VD)
+  if whole.dtype.itemsize != 2:
+    return whole.at[ids].get(out_sharding=out_spec)
+  bits = jax.lax.bitcast_convert_type(whole, jnp.uint16).at[ids].get(out_sharding=out_spec)
+  return jax.lax.bitcast_convert_type(bits, whole.dtype)
+
+
+def _take_rows_forward(table_VD, ids, out_spec):
+  return take_rows(table_VD, ids, out_spec), (table_VD, ids)
+
+
+def _take_rows_backward(out_spec, saved, gradient):
+  table_VD, ids = saved
+  spec = jax.typeof(table_VD).sharding.spec
+  # Summed where the rows are, then given to the table's owners.
+  kept = P(*(part if 'tensor' in (part if isinstance(part, tuple) else (part,)) else None for part in spec))
+  zeros = jnp.zeros(table_VD.shape, jnp.float32, out_sharding=kept)
+  total = zeros.at[ids].add(gradient.astype(jnp.float32), out_sharding=kept)
+  del out_spec
+  return jax.reshard(total, spec).astype(table_VD.dtype), None
+
+
+take_rows.defvjp(_take_rows_forward, _take_rows_backward)
+
+
 def gathered(weight: jax.Array) -> jax.Array:
   """Return a weight whole over every mesh axis but `tensor`, as a computation needs it."""
   spec = jax.typeof(weight).sharding.spec

@@ -3,7 +3,11 @@
 import dataclasses
 import functools
 import math
+import os
+from pathlib import Path
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -172,6 +176,22 @@ def test_blockwise_prefill_equals_dense():
       np.testing.assert_allclose(got, reference, atol=1e-5, err_msg=f'{kernel} {chunk}')
 
 
+def test_a_bfloat16_cache(monkeypatch):
+  """What accelerators keep; against the float32 forward pass, so within what bfloat16 resolves."""
+  config, mesh = tiny.config(), make_mesh('one')
+  layout = dataclasses.replace(LAYOUT, compute_dtype='bfloat16')
+  monkeypatch.setattr(kv_cache, 'dtype', lambda layout: layout.dtype)
+  params = decode.decode_params(make_params(config, mesh, LAYOUT), config, layout, mesh)
+  state = filled_state(params, config, layout, mesh, make_tokens(config), slots=(0, 1, 2, 3))
+  assert {x.dtype for x in jax.tree.leaves(state.cache)} == {jnp.dtype('bfloat16')}
+  forced = np.stack([make_tokens(config)[row, start - 1:start + 9] for row, start in enumerate(PROMPTS)], axis=1)
+  with jax.set_mesh(mesh):
+    got_KBV = np.asarray(forced_logits(params, state, forced, config, layout))
+  for row, start in enumerate(PROMPTS):
+    wanted_KV = forward_logits('gemma3')[row, start - 1:start + 9]
+    assert np.abs(got_KBV[:, row] - wanted_KV).max() < 0.05 * np.abs(wanted_KV).max()
+
+
 def test_places_of_a_ring_by_hand():
   lengths = jnp.array([0, 1, 4, 5, 10])
   assert kv_cache.held_positions(lengths, 4).tolist() == [
@@ -276,13 +296,15 @@ def big_results(hlo, size):
   return found
 
 
-@pytest.mark.parametrize(('dtype', 'rows'), [('float32', 1), ('float32', 4), ('bfloat16', 2), ('bfloat16', 4)])
-def test_a_step_writes_nothing_large_but_the_cache_and_that_once(dtype, rows):
+@pytest.mark.parametrize(('dtype', 'rows', 'tied'), [
+    ('float32', 1, True), ('float32', 4, False), ('bfloat16', 2, False), ('bfloat16', 4, True)])
+def test_a_step_writes_nothing_large_but_the_cache_and_that_once(dtype, rows, tied):
   """No weight is converted, copied or transposed: the smallest has 4096 values, more than any activation or the logits have.
 
   Keys and values are larger, and each layer's are written once, in place.
   """
-  config = tiny.config(vocab_size=512, embed_dim=64, mlp_dim=256, num_heads=4, num_kv_heads=1, head_dim=64, layer_pattern=('global',))
+  config = tiny.config(vocab_size=512, embed_dim=64, mlp_dim=256, num_heads=4, num_kv_heads=1, head_dim=64, layer_pattern=('global',),
+                       tied_embeddings=tied)
   layout, mesh = dataclasses.replace(LAYOUT, compute_dtype=dtype), make_mesh('one')
   params = decode.decode_params(make_params(config, mesh, LAYOUT), config, layout, mesh)
   state = decode.empty_state(config, layout, mesh, rows, 128)
@@ -290,3 +312,24 @@ def test_a_step_writes_nothing_large_but_the_cache_and_that_once(dtype, rows):
   with jax.set_mesh(mesh):
     hlo = decode.decode_many.lower(params, state, np.array([-1], np.int32), 2, config, layout).compile().as_text()
   assert big_results(hlo, 4096) == [f'f32[{rows},1,128,64]'] * 2 * config.num_layers
+
+
+def test_every_process_compiles_the_same_program():
+  """A program that depends on the order of a set of names misses the compilation cache, and hangs several hosts that must agree."""
+  program = """if True:
+    from tests import conftest, tiny
+    import jax, numpy as np
+    from models import decode, sharding, transformer
+    from models import params as params_lib
+    config, layout, mesh = tiny.config(), sharding.ROLLOUT, sharding.make_mesh(data=2, tensor=2, devices=jax.devices()[:4])
+    params = decode.decode_params(params_lib.init(transformer.declare(config), 0, mesh, layout), config, layout, mesh)
+    state = decode.empty_state(config, layout, mesh, 4, 16)
+    with jax.set_mesh(mesh):
+      print(decode.decode_many.lower(params, state, np.array([-1], np.int32), 2, config, layout).as_text())
+  """
+  root = Path(__file__).parents[2]
+  processes = [subprocess.Popen([sys.executable, '-c', program], cwd=root, stdout=subprocess.PIPE, text=True,
+                                env=os.environ | {'PYTHONPATH': str(root), 'PYTHONHASHSEED': str(seed)}) for seed in (0, 1, 4)]
+  one, *others = [process.communicate()[0] for process in processes]
+  assert 'stablehlo.while' in one
+  assert others == [one] * 2

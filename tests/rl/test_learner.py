@@ -119,7 +119,7 @@ def test_loss_falls_and_the_programs_compile_once():
   assert int(state.step) == 8
   place = jax.tree.map(lambda leaf: leaf.sharding, trainable)
   assert jax.tree.map(lambda leaf: leaf.sharding, state.trainable) == place
-  assert learner.num_compiled() == {'gradient': 1, 'apply': 1}
+  assert set(learner.num_compiled().values()) == {1}
 
 
 def test_first_update_is_adam_by_hand():
