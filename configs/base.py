@@ -1,6 +1,6 @@
 """Every field of a supervised run with its default and meaning; other configs change a few.
 
-    python -m launch.train --config=configs/base.py --config.model.path=... --workdir=...
+python -m launch.train --config=configs/base.py --config.model.path=... --workdir=...
 """
 
 import ml_collections

@@ -1,6 +1,6 @@
 """The README's first run: Gemma-3-270M base learns to solve generated word problems, LoRA, on a 2-core CPU.
 
-    make quickstart
+make quickstart
 """
 
 import ml_collections

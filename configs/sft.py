@@ -1,6 +1,6 @@
 """Supervised fine-tuning of a base model on question and answer rows.
 
-    python -m launch.train --config=configs/sft.py --config.model.path=MODEL --config.data.tasks.train.paths="('train.jsonl',)" --workdir=runs/sft
+python -m launch.train --config=configs/sft.py --config.model.path=MODEL --config.data.tasks.train.paths="('train.jsonl',)" --workdir=runs/sft
 """
 
 import ml_collections

@@ -56,8 +56,11 @@ def _train(mode: str, dtype: str) -> list[dict]:
   import jax
   import numpy as np
 
-  from models import lora, params as params_lib, sharding, transformer
-  from rl import batching, learner as learner_lib, optimizer as optimizer_lib
+  from models import lora, sharding, transformer
+  from models import params as params_lib
+  from rl import batching
+  from rl import learner as learner_lib
+  from rl import optimizer as optimizer_lib
   from rl.types import Document
 
   config, mesh = gemma3_270m(), sharding.make_mesh()
@@ -112,9 +115,9 @@ def _run_child(what: str) -> None:
 
       peers.transformers_load(_MODEL.value)
     else:
-      from models import hf_weights, sharding, tokenizer
-
       import jax
+
+      from models import hf_weights, sharding, tokenizer
 
       _, tree = hf_weights.load(_MODEL.value, sharding.make_mesh(), sharding.TRAIN, rest[0])
       jax.block_until_ready(tree)

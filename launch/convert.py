@@ -16,7 +16,9 @@ from absl import flags
 import jax
 
 import launch
-from models import hf_weights, params as params_lib, sharding, tokenizer as tokenizer_lib
+from models import hf_weights, sharding
+from models import params as params_lib
+from models import tokenizer as tokenizer_lib
 from rl import policy as policy_lib
 
 _SOURCE = flags.DEFINE_string('source', None, 'Run directory, directory with config.json and safetensors, a .safetensors or a .gguf file.')

@@ -20,7 +20,8 @@ import numpy as np
 
 import launch
 from models import chat, heads, sampling, sharding, startup, transformer
-from rl import batching, policy as policy_lib, train
+from rl import batching, train
+from rl import policy as policy_lib
 from rl.data import tasks
 from rl.data.records import Example
 from rl.evals import answers, stats

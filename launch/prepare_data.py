@@ -9,8 +9,8 @@ from pathlib import Path
 
 from absl import flags
 
-import launch
 from envs.domains import word_problems
+import launch
 
 _DOMAINS = {'word_problems': word_problems.word_problems}
 

@@ -13,8 +13,8 @@ fi
 "$python" -m launch.prepare_data --count=4000 --output="$rundir/word_problems.jsonl"
 
 set -x
-"$python" -m launch.evaluate --model="$model" --data="$rundir/word_problems.jsonl" --heldout_fraction=0.05 --limit=200
+"$python" -m launch.evaluate --model="$model" --data="$rundir/word_problems.jsonl" --heldout_fraction=0.05 --limit=100 --max_new_tokens=80
 "$python" -m launch.train --config=configs/quickstart.py --config.model.path="$model" \
   --config.data.tasks.train.paths="('$rundir/word_problems.jsonl',)" --workdir="$rundir/run"
-"$python" -m launch.evaluate --model="$rundir/run" --data="$rundir/word_problems.jsonl" --heldout_fraction=0.05 --limit=200
+"$python" -m launch.evaluate --model="$rundir/run" --data="$rundir/word_problems.jsonl" --heldout_fraction=0.05 --limit=100 --max_new_tokens=80
 "$python" -m launch.convert --source="$rundir/run" --target="$rundir/export"

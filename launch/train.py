@@ -13,7 +13,8 @@ from ml_collections import config_flags
 
 import launch
 from models import startup
-from rl import config as config_lib, train
+from rl import config as config_lib
+from rl import train
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'File with get_config(); fields are flags of their own.')
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run: checkpoints, metrics, resolved config.')

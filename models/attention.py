@@ -15,7 +15,6 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from models import sharding
 from models.config import ModelConfig
 from models.layers import softcap
 from models.sharding import Layout

@@ -103,8 +103,7 @@ def weighted_nll(hidden_BTD: jax.Array, unembed_VD: jax.Array, targets_BT: jax.A
   if not jnp.issubdtype(weight_BT.dtype, jnp.floating):
     raise TypeError(f'weight_BT must be floating, got {weight_BT.dtype}; a mask becomes a weight by .astype(jnp.float32).')
   targets_BT, weight_BT = (jax.reshard(x, plan.tokens) for x in (targets_BT, weight_BT))
-  loss, nll_BT = _nll(plan, hidden_BTD, unembed_VD, targets_BT, weight_BT)
-  return loss, lax.stop_gradient(nll_BT)
+  return _nll(plan, hidden_BTD, unembed_VD, targets_BT, weight_BT)
 
 
 def _plan(hidden_BTD, unembed_VD, targets_BT, softcap, chunk, unembed_grad, entropy=False) -> tuple[_Plan, jax.Array]:
@@ -218,7 +217,8 @@ def _reduced(plan: _Plan, dunembed_VD, dtype) -> jax.Array:
 
 def _local(plan: _Plan, targets, unembed_VD) -> jax.Array:
   """Number the targets from the first row of this device's part of the vocabulary."""
-  return targets - (lax.axis_index(plan.vocab_axes) * unembed_VD.shape[0] if plan.vocab_axes else 0)
+  first = lax.axis_index(plan.vocab_axes) * unembed_VD.shape[0] if plan.vocab_axes else 0
+  return targets.astype(jnp.int32) - first
 
 
 def _over_vocab(plan: _Plan, reduce: Callable, x) -> jax.Array:
@@ -281,7 +281,9 @@ def _logsumexp(plan: _Plan, walk: dict) -> jax.Array:
 def _target_rows(unembed_VD, targets_T, dtype) -> jax.Array:
   """Return the targets' rows of the head, 0 for targets that are not this device's."""
   mine_T = (targets_T >= 0) & (targets_T < unembed_VD.shape[0])
-  return jnp.where(mine_T[:, None], unembed_VD[jnp.where(mine_T, targets_T, 0)], 0).astype(dtype)
+  # As bits: XLA's CPU backend has no 16-bit gather and would convert the whole head first.
+  rows_TD = _from_bits(_as_bits(unembed_VD)[jnp.where(mine_T, targets_T, 0)], unembed_VD.dtype)
+  return jnp.where(mine_T[:, None], rows_TD, 0).astype(dtype)
 
 
 def _target_logits(plan: _Plan, hidden_TD, rows_TD) -> jax.Array:
@@ -433,7 +435,8 @@ def _nll_chunk(plan, unembed_VD, dunembed_VD, arrays):
 def _nll_backward(plan, saved, cotangents):
   del plan
   dhidden_BTD, dunembed_VD, nll_BT, weight_BT = saved
-  factor = cotangents[0]  # XLA drops the multiplication, and with it a pass over the gradient, when this is the constant 1 of jax.grad
+  # The constant 1 of jax.grad, mostly: XLA then drops the multiplication, and a pass over the gradient with it. nll_BT's cotangent is ignored.
+  factor = cotangents[0]
 
   def scaled(x):
     return None if x is None else (x.astype(jnp.float32) * factor).astype(x.dtype)

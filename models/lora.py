@@ -7,8 +7,8 @@ import fnmatch
 import math
 
 import jax
-from jax.sharding import Mesh
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from models import params as params_lib
 from models.params import ParamSpec

@@ -23,7 +23,8 @@ import string
 from flax import struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 # Slow networks first: neighbors in the last axis talk the most.
 AXES = ('data', 'fsdp', 'seq', 'tensor')

@@ -8,8 +8,8 @@ Deliberately absent: memory settings that only the process's parent can make (`l
 """
 
 import os
-import sys
 from pathlib import Path
+import sys
 
 MISCOMPILE_FLAG = '--xla_cpu_experimental_ynn_fusion_type'
 CPU_FLAGS = {

@@ -122,12 +122,15 @@ class Tokenizer(ABC):
   def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
     """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD.
 
+    So does an id beyond the vocabulary: many models have more rows in their embedding than pieces, and may draw one.
+
     Where the vocabulary puts a space before every text (`encode('a')` is ' a'), one leading space is dropped, so decode undoes encode.
 
     Raises:
-      ValueError: an id that is negative or not below `vocab_size`.
+      ValueError: a negative id.
     """
-    data = b''.join(self.token_bytes(id) for id in ids if not (skip_special and self.is_special(id)))
+    data = b''.join(self.token_bytes(id) if id < self.vocab_size else b'\xff' for id in ids
+                    if not (skip_special and id < self.vocab_size and self.is_special(id)))
     return data.removeprefix(b' ' if self._adds_space else b'').decode(errors='replace')
 
   def token_bytes(self, id: int) -> bytes:

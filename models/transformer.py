@@ -12,7 +12,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from models import attention, layers, params as params_lib, rope, sharding
+from models import attention, layers, rope, sharding
+from models import params as params_lib
 from models.config import ModelConfig
 from models.params import ParamSpec
 from models.sharding import Layout

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 import optax
 
-from models import heads, params as params_lib, transformer
+from models import heads, transformer
+from models import params as params_lib
 from models.config import ModelConfig
 from models.sharding import Layout
 from rl import metrics as metrics_lib

@@ -15,8 +15,8 @@ import json
 import math
 import os
 from pathlib import Path
-import socket
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -24,7 +24,6 @@ from typing import Any, TextIO
 
 import jax
 import jax.numpy as jnp
-
 
 METRICS_FILE = 'metrics.jsonl'
 CONFIG_FILE = 'config.json'

@@ -8,11 +8,14 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from models import hf_weights, lora, params as params_lib, tokenizer as tokenizer_lib, transformer, weight_files
+from models import hf_weights, lora, transformer, weight_files
+from models import params as params_lib
+from models import tokenizer as tokenizer_lib
 from models.config import ModelConfig
 from models.sharding import Layout
 from models.tokenizer import Tokenizer
-from rl import checkpoint, config as config_lib
+from rl import checkpoint
+from rl import config as config_lib
 from rl.train import CHECKPOINTS, TrainConfig, load_trainable
 from rl.types import Params
 

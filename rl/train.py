@@ -25,11 +25,16 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 import numpy as np
 
-from models import chat, hf_weights, lora, params as params_lib, sharding, tokenizer as tokenizer_lib, transformer
+from models import chat, hf_weights, lora, sharding, transformer
+from models import params as params_lib
+from models import tokenizer as tokenizer_lib
 from models.config import ModelConfig
 from models.sharding import Layout
 from models.tokenizer import Tokenizer
-from rl import batching, checkpoint, config as config_lib, learner as learner_lib, metrics as metrics_lib, monitor, optimizer
+from rl import batching, checkpoint, monitor, optimizer
+from rl import config as config_lib
+from rl import learner as learner_lib
+from rl import metrics as metrics_lib
 from rl.data import records, tasks
 from rl.data.loader import Loader, Step
 from rl.learner import Learner

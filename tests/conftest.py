@@ -6,8 +6,7 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 
-from models import startup  # noqa: E402  (sets XLA's flags; must precede jax)
-
+from models import startup  # noqa: E402, I001  (sets XLA's flags; must precede jax)
 import jax  # noqa: E402
 
 jax.config.update('jax_num_cpu_devices', 8)

@@ -31,7 +31,8 @@ def modules(package):
 
 def imported(tree):
   """Yield (module name, whether the import runs when the module is imported)."""
-  inside = {id(node) for function in ast.walk(tree) if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)) for node in ast.walk(function)}
+  functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+  inside = {id(node) for function in functions for node in ast.walk(function)}
   for node in ast.walk(tree):
     if isinstance(node, ast.Import):
       names = [alias.name for alias in node.names]

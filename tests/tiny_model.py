@@ -6,7 +6,8 @@ from pathlib import Path
 import jax
 
 from envs.domains import word_problems
-from models import hf_weights, params as params_lib, sharding, tokenizer, transformer
+from models import hf_weights, sharding, tokenizer, transformer
+from models import params as params_lib
 from tests import tiny
 
 

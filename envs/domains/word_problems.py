@@ -21,7 +21,8 @@ _GROUPS = ('Over the next week the number grows to {n} times as many.', 'A machi
            'The collection is then multiplied by {n}.')
 _SHARES = ('{name} shares them equally among {n} boxes and keeps one box.', '{name} splits them into {n} equal piles and keeps one pile.',
            '{name} divides them equally among {n} people, one of whom is {name}.')
-_QUESTIONS = ('How many {thing} does {name} have now?', 'How many {thing} are left with {name}?', 'What is the number of {thing} that {name} has now?')
+_QUESTIONS = ('How many {thing} does {name} have now?', 'How many {thing} are left with {name}?',
+              'What is the number of {thing} that {name} has now?')
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,9 @@ import pytest
 
 from models import hf_weights, sharding
 from models.sharding import Layout
-from rl import checkpoint, config as config_lib, learner as learner_lib, policy, train
+from rl import checkpoint, policy, train
+from rl import config as config_lib
+from rl import learner as learner_lib
 from tests import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]

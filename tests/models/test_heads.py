@@ -252,6 +252,9 @@ def test_a_frozen_head_costs_no_gradient():
   # Every dot appears twice: in the loop over whole blocks, and for the rest.
   assert [num_dots(nll_and_grads, wanted) for wanted in (True, False)] == [2 * 3, 2 * 2]
   assert [num_dots(scores_and_grads, wanted) for wanted in (True, False)] == [2 * 4, 2 * 3]
+  kept = f'[{V},4]'  # the exponentials of a chunk: 16 tokens in chunks of at most 5 are four of 4
+  texts = [str(jax.make_jaxpr(functools.partial(nll_and_grads, chunk=5, unembed_grad=wanted))(*given)) for wanted in (True, False)]
+  assert [kept in text for text in texts] == [True, False]
   for got, wanted in ((function(*given, unembed_grad=False)[-1], function(*given)[-1]) for function in (nll_and_grads, scores_and_grads)):
     close(got[0], wanted[0], 1e-6)
     assert not np.any(got[1])

@@ -6,7 +6,8 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
-from models import params as params_lib, sharding
+from models import params as params_lib
+from models import sharding
 from models.config import ModelConfig
 from models.params import ParamSpec
 from models.sharding import Layout, LoraArray

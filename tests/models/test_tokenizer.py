@@ -279,7 +279,11 @@ def test_bad_arguments():
   assert tokenizers_.load('byte').fingerprint == tokenizer.fingerprint
   for id in (-1, 261, 1 << 40):
     with pytest.raises(ValueError, match=f'token id {id} is not in the vocabulary; allowed: 0 to 260'):
-      tokenizer.decode([104, id])
+      tokenizer.token_bytes(id)
+  with pytest.raises(ValueError, match='token id -1 is not in the vocabulary'):
+    tokenizer.decode([104, -1])
+  # A padded row of a model's embedding, which it may draw.
+  assert tokenizer.decode([104, 261, 105]) == 'h\ufffdi'
   with pytest.raises(ValueError, match=r"no special piece '<\|im_stop\|>'; near names: .*'<\|im_start\|>'"):
     tokenizer.special('<|im_stop|>')
   with pytest.raises(TypeError, match="takes a str, got bytes: b'x'"):

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import params as params_lib, sharding, transformer
+from models import params as params_lib
+from models import sharding, transformer
 from models.sharding import Layout
 from tests import tiny
 

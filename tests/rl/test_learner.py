@@ -9,8 +9,12 @@ import numpy as np
 import optax
 import pytest
 
-from models import lora, params as params_lib, sharding, transformer
-from rl import batching, learner as learner_lib, metrics as metrics_lib, optimizer as optimizer_lib
+from models import lora, sharding, transformer
+from models import params as params_lib
+from rl import batching
+from rl import learner as learner_lib
+from rl import metrics as metrics_lib
+from rl import optimizer as optimizer_lib
 from rl.types import Document
 from tests import tiny
 
@@ -81,7 +85,8 @@ def expected(aggregation='token_mean'):
 SPLITS = [(1, 4), (2, 8), (4, 16)]
 
 
-@pytest.mark.parametrize('name, micro_batches, rows', [(name, *split) for name in MESHES for split in SPLITS] + [('one', 1, 16), ('fsdp2', 1, 16)])
+@pytest.mark.parametrize('name, micro_batches, rows',
+                         [(name, *split) for name in MESHES for split in SPLITS] + [('one', 1, 16), ('fsdp2', 1, 16)])
 def test_gradient_is_the_same_however_a_step_is_split(name, micro_batches, rows):
   grads, metrics = step_gradient(name, micro_batches, rows)
   wanted, wanted_metrics = expected()
@@ -184,8 +189,8 @@ def test_changing_a_token_of_one_document_leaves_the_others_gradients():
   silent = dataclasses.replace(first, loss_mask_T=np.zeros_like(first.loss_mask_T))
   changed = dataclasses.replace(silent, tokens_T=(first.tokens_T + 1) % 96)
   place = jax.NamedSharding(mesh, layout.spec('batch', 'length'))
-  grads = [learner.gradient(trainable, frozen, batching.to_global(batching.pack_rows([[doc, second]] + [[]] * 3, LENGTH, denominator=1), place))[0]
-           for doc in (silent, changed)]
+  rows = [batching.pack_rows([[doc, second]] + [[]] * 3, LENGTH, denominator=1) for doc in (silent, changed)]
+  grads = [learner.gradient(trainable, frozen, batching.to_global(batch, place))[0] for batch in rows]
   for (name, a), b in zip(params_lib.named_leaves(grads[0]), jax.tree.leaves(grads[1])):
     np.testing.assert_array_equal(a, b, err_msg=name)
 
