@@ -57,7 +57,7 @@ def get_config() -> ml_collections.ConfigDict:
       'mesh': {'data': 1, 'fsdp': -1, 'seq': 1, 'tensor': 1},  # devices along each axis; -1 is the rest
       'layout': {
           'attention': 'auto',  # dense, blockwise, cudnn
-          'remat': 'none',  # none, full, or names to keep: query,key,value,attention,gate,up
+          'remat': 'full',  # none, full, or names to keep: query,key,value,attention,gate,up
           'scan': True,  # layers under lax.scan; False unrolls them (faster on CPU, slower to compile)
           'compute_dtype': 'bfloat16',
       },

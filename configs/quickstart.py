@@ -14,7 +14,8 @@ def get_config() -> ml_collections.ConfigDict:
   config.lora.rank = 16
   config.optimizer.learning_rate = 5e-4
   config.optimizer.warmup_steps = 3
-  config.layout.remat = 'full'
+  config.layout.scan = False  # on CPU unrolled layers are a sixth faster
+  config.layout.remat = 'none'
   config.eval_every_steps = 20
   config.eval_documents = 100
   config.checkpoint_every_steps = 20

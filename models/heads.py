@@ -31,7 +31,7 @@ from models.layers import softcap as capped
 # A block of 2048 x 1024 float32 logits stays in a CPU's last-level cache; larger or smaller ones measured slower.
 _BLOCK = 2048
 _CHUNK = 1024
-_KEPT_BYTES = 512 * 2**20
+_KEPT_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
