@@ -23,7 +23,7 @@ from models.sharding import Layout
 KERNELS = {
     'dense': {'platforms': ('cpu', 'gpu', 'tpu'), 'softcap': True, 'memory': 'O(T^2)'},
     'blockwise': {'platforms': ('cpu', 'gpu', 'tpu'), 'softcap': True, 'memory': 'O(T)'},
-    'cudnn': {'platforms': ('gpu',), 'softcap': False, 'memory': 'O(T)'},
+    'cudnn': {'platforms': ('gpu',), 'softcap': False, 'memory': 'O(T^2) bits'},
 }
 BLOCK = 256
 _NEGATIVE = -1e30
@@ -212,11 +212,12 @@ attend_blockwise.defvjp(_blockwise_forward, _blockwise_backward)
 
 
 def _attend_cudnn(q, k, v, query_positions, key_positions, query_segments, key_segments, *, scale, window, cap):
-  """Use cuDNN's flash attention where documents are contiguous runs of a row, as `batching.pack` lays them out."""
-  del cap, key_positions, key_segments
-  return jax.nn.dot_product_attention(
-      q, k, v, mask=visible(query_positions[:, :, None], query_positions[:, None], query_segments[:, :, None], query_segments[:, None],
-                            window)[:, None], scale=scale, implementation='cudnn')
+  """Use cuDNN's flash attention, with the visibility as a mask: fast, but the mask itself takes T^2 bits a row."""
+  del cap  # `check` refuses a model that has one.
+  mask = visible(query_positions[:, :, None], key_positions[:, None], query_segments[:, :, None], key_segments[:, None], window)
+  out = jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], scale=scale, implementation='cudnn')
+  # A query that sees nothing gets an average of everything there; here it gets 0.
+  return jnp.where(jnp.any(mask, axis=-1)[..., None, None], out, 0)
 
 
 def resolve(layout: Layout, config: ModelConfig, positions_BT: jax.Array, segment_ids_BT: jax.Array) -> Callable:

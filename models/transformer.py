@@ -2,6 +2,10 @@
 
 The caller passes `attend`; with a cache it is a decoding step, without one a training pass. Layers are stacked and scanned over the repeating
 pattern of local and global layers, so that a window is static where it is used.
+
+Measured on CPU (Gemma-3-270M, 8 x 256 tokens, bfloat16): unrolled without rematerialization is fastest (11.6 CPU-s and 6.7 GB for a full
+step); scanned with remat='full' is smallest (13.7 CPU-s, 6.0 GB). The other two pairs lose on both: XLA shares an unrolled recomputation with
+the forward pass, so it saves nothing, and a scan that keeps 16-bit arrays of every layer holds them in float32 as well (10 GB).
 """
 
 from __future__ import annotations

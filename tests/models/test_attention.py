@@ -109,7 +109,23 @@ def test_order_along_the_row_is_irrelevant(inputs):
   (_, out), _ = compiled('blockwise', 40, None)(q, k, v, positions, segments)
   (_, moved), _ = compiled('blockwise', 40, None)(*(x[:, order] for x in inputs))
   np.testing.assert_allclose(np.asarray(out)[:, order], moved, atol=2e-6)
-  del q, k, v, positions, segments
+
+
+@pytest.mark.parametrize('window', [None, 40])
+def test_cudnn_is_asked_for_the_same_function(inputs, window, monkeypatch):
+  """On a GPU cuDNN computes it; here the same call with JAX's own implementation must follow the definition."""
+  asked = []
+
+  def elsewhere(*arguments, implementation, **options):
+    asked.append(implementation)
+    return original(*arguments, implementation='xla', **options)
+
+  original = jax.nn.dot_product_attention
+  monkeypatch.setattr(jax.nn, 'dot_product_attention', elsewhere)
+  q, k, v, positions, segments = inputs
+  out = attention._attend_cudnn(q, k, v, positions, positions, segments, segments, scale=0.4, window=window, cap=None)
+  assert asked == ['cudnn']
+  np.testing.assert_allclose(out, by_definition(*inputs, scale=0.4, window=window, cap=None), atol=2e-6)
 
 
 def test_blockwise_memory_is_linear_in_length():
@@ -157,4 +173,3 @@ def test_any_mesh_gives_the_same(inputs, kernel, axes):
       return np.asarray(attend(*placed))
 
   np.testing.assert_allclose(run(**axes), run(), atol=2e-6)
-  del q, k, v, positions, segments

@@ -50,12 +50,15 @@ def setting(name, rank=0):
   return mesh, layout, learner, trainable, frozen
 
 
-def step_gradient(name, micro_batches, rows, aggregation='token_mean'):
-  """The gradient of one optimizer step over the same documents, dealt to `rows` rows (16: one a row, unpacked) of `micro_batches`."""
+def step_gradient(name, micro_batches, packed, aggregation='token_mean'):
+  """The gradient of one optimizer step over the same documents: one a row, or three a row in rows spread over the micro-batches."""
   mesh, layout, learner, trainable, frozen = setting(name)
   docs = documents()
   denominator = batching.step_denominator(docs, aggregation)
-  batch = batching.pack_rows([docs[row::rows] for row in range(rows)], LENGTH, denominator=denominator, aggregation=aggregation)
+  rows = [docs[row // micro_batches::4] if row % micro_batches == 0 else [] for row in range(4 * micro_batches)]
+  if not packed:
+    rows = [docs[row:row + 1] for row in range(16)]
+  batch = batching.pack_rows(rows, LENGTH, denominator=denominator, aggregation=aggregation)
   place = jax.NamedSharding(mesh, layout.spec('batch', 'length'))
   total, loss = None, None
   for part in batching.micro_batches(batch, micro_batches):
@@ -78,17 +81,14 @@ def check_equal(grads, wanted):
 
 @functools.cache
 def expected(aggregation='token_mean'):
-  return step_gradient('one', 1, 4, aggregation)
+  return step_gradient('one', 1, True, aggregation)
 
 
-# One compiled shape of 4 rows serves the first three of each mesh; the fourth is a whole unpacked step in one micro-batch.
-SPLITS = [(1, 4), (2, 8), (4, 16)]
-
-
-@pytest.mark.parametrize('name, micro_batches, rows',
-                         [(name, *split) for name in MESHES for split in SPLITS] + [('one', 1, 16), ('fsdp2', 1, 16)])
-def test_gradient_is_the_same_however_a_step_is_split(name, micro_batches, rows):
-  grads, metrics = step_gradient(name, micro_batches, rows)
+@pytest.mark.parametrize('packed', [True, False])
+@pytest.mark.parametrize('micro_batches', [1, 2, 4])
+@pytest.mark.parametrize('name', MESHES)
+def test_gradient_is_the_same_however_a_step_is_split(name, micro_batches, packed):
+  grads, metrics = step_gradient(name, micro_batches, packed)
   wanted, wanted_metrics = expected()
   check_equal(grads, wanted)
   for key in ('train/loss_nats', 'train/tokens', 'train/target_tokens'):
@@ -97,8 +97,8 @@ def test_gradient_is_the_same_however_a_step_is_split(name, micro_batches, rows)
 
 @pytest.mark.parametrize('aggregation', ['sequence_mean', 'token_sum'])
 def test_aggregations_do_not_depend_on_the_split_either(aggregation):
-  for micro_batches, rows in SPLITS[1:]:
-    check_equal(step_gradient('one', micro_batches, rows, aggregation)[0], expected(aggregation)[0])
+  for micro_batches, packed in ((2, True), (4, False)):
+    check_equal(step_gradient('one', micro_batches, packed, aggregation)[0], expected(aggregation)[0])
   # And they are three different objectives.
   mean, other = expected()[0]['norm'], expected(aggregation)[0]['norm']
   assert np.linalg.norm(mean - other) > 1e-3 * np.linalg.norm(mean)
@@ -115,7 +115,7 @@ def fresh(tree):
 
 def test_loss_falls_and_the_programs_compile_once():
   _, _, learner, trainable, frozen = setting('fsdp2')
-  state, losses = learner.init(fresh(trainable)), []
+  state, losses, compiled = learner.init(fresh(trainable)), [], None
   batch = batch_for('fsdp2')
   for step in range(8):
     state, metrics = learner.update(state, frozen, [batch])
