@@ -23,7 +23,7 @@ import string
 from flax import struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 # Slow networks first: neighbors in the last axis talk the most.
@@ -224,13 +224,13 @@ def _take_rows_forward(table_VD, ids, out_spec):
 
 
 def _take_rows_backward(out_spec, saved, gradient):
+  del out_spec
   table_VD, ids = saved
   spec = jax.typeof(table_VD).sharding.spec
   # Summed where the rows are, then given to the table's owners.
-  kept = P(*(part if 'tensor' in (part if isinstance(part, tuple) else (part,)) else None for part in spec))
-  zeros = jnp.zeros(table_VD.shape, jnp.float32, out_sharding=kept)
-  total = zeros.at[ids].add(gradient.astype(jnp.float32), out_sharding=kept)
-  del out_spec
+  whole = _whole_spec(spec)
+  zeros = jnp.zeros(table_VD.shape, jnp.float32, out_sharding=whole)
+  total = zeros.at[ids].add(gradient.astype(jnp.float32), out_sharding=whole)
   return jax.reshard(total, spec).astype(table_VD.dtype), None
 
 
@@ -240,10 +240,8 @@ take_rows.defvjp(_take_rows_forward, _take_rows_backward)
 def gathered(weight: jax.Array) -> jax.Array:
   """Return a weight whole over every mesh axis but `tensor`, as a computation needs it."""
   spec = jax.typeof(weight).sharding.spec
-  kept = P(*('tensor' if 'tensor' in (part if isinstance(part, tuple) else (part,)) else None for part in spec))
-  return weight if kept == spec else jax.reshard(weight, kept)
+  return weight if _whole_spec(spec) == spec else jax.reshard(weight, _whole_spec(spec))
 
 
-def named_shardings(specs, mesh: Mesh):
-  """Turn a tree of PartitionSpecs into NamedShardings on `mesh`."""
-  return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, P))
+def _whole_spec(spec: P) -> P:
+  return P(*('tensor' if 'tensor' in (part if isinstance(part, tuple) else (part,)) else None for part in spec))

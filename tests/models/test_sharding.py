@@ -74,6 +74,30 @@ def test_linear_map_and_its_gradient(dtype, tolerance):
   np.testing.assert_allclose(dweight, np.einsum('btd,btnh->dnh', x, out), atol=8 * tolerance * scale)
 
 
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_rows_and_their_gradient(dtype):
+  rng = np.random.default_rng(2)
+  table = jnp.asarray(rng.standard_normal((6, 4)), dtype)
+  ids, out = np.array([[3, 3, 0], [5, 3, 1]], np.int32), rng.standard_normal((2, 3, 4)).astype(np.float32)
+  mesh = sharding.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
+  with jax.set_mesh(mesh):
+    placed = jax.device_put(table, jax.NamedSharding(mesh, sharding.TRAIN.spec('vocab', 'embed')))
+    place = sharding.TRAIN.spec('batch', 'length', None)
+    weight = jax.device_put(out, jax.NamedSharding(mesh, place))
+
+    @jax.jit
+    def loss(table):
+      rows = sharding.take_rows(table, jax.reshard(jnp.asarray(ids), sharding.TRAIN.spec('batch', 'length')), place)
+      return jnp.sum(rows.astype(jnp.float32) * weight), rows
+
+    (_, rows), gradient = jax.value_and_grad(loss, has_aux=True)(placed)
+  np.testing.assert_array_equal(np.asarray(rows), np.asarray(table)[ids])
+  expected = np.zeros((6, 4), np.float32)
+  np.add.at(expected, ids, out)
+  assert gradient.dtype == table.dtype and gradient.sharding == placed.sharding
+  np.testing.assert_allclose(np.asarray(gradient, np.float32), expected, rtol=1e-6 if dtype == 'float32' else 1e-2, atol=1e-6)
+
+
 def test_lora_adds_its_scaled_update_and_trains_only_the_adapter():
   rng = np.random.default_rng(1)
   x, base, a, b = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((1, 2, 8), (8, 6), (8, 3), (3, 6)))
