@@ -264,7 +264,7 @@ def test_the_default_chunk_bounds_what_is_kept():
   shape = jax.ShapeDtypeStruct
   hidden, targets = shape((8, 256, 64), jnp.float32), shape((8, 256), jnp.int32)
   plan, _ = heads._plan(hidden, jnp.zeros((2**18, 64)), targets, None, None, True)
-  assert plan.chunk == 512  # 512 tokens x 2**18 words x 4 bytes
+  assert plan.chunk == 256  # 256 tokens x 2**18 words x 4 bytes
   plan, _ = heads._plan(hidden, jnp.zeros((100, 64)), targets, None, None, True)
   assert plan.chunk == 1024
 
