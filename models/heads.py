@@ -65,7 +65,7 @@ def token_logprobs(hidden_BTD: jax.Array, unembed_VD: jax.Array, targets_BT: jax
   any gradient, whatever its hidden state holds. A target outside the vocabulary counts as one of logit 0; use it where a mask follows.
 
   `softcap`: logits become softcap * tanh(logits / softcap) (arXiv:2408.00118 sec. 2). `chunk`: tokens a device handles at once; None takes
-  1024, or as many as keep chunk x vocabulary operands under 512 MiB. `unembed_grad=False` freezes unembed, whose gradient is then not
+  1024, or as many as keep chunk x vocabulary operands under 256 MiB. `unembed_grad=False` freezes unembed, whose gradient is then not
   computed.
 
   Raises:
