@@ -14,7 +14,7 @@ from models import tokenizer as tokenizer_lib
 from models.config import ModelConfig
 from models.sharding import Layout
 from models.tokenizer import Tokenizer
-from rl import checkpoint
+from rl import checkpoint, learner
 from rl import config as config_lib
 from rl.train import CHECKPOINTS, TrainConfig, load_trainable
 from rl.types import Params
@@ -66,8 +66,7 @@ def load_params(path: str | Path, mesh: Mesh, layout: Layout, dtype: str, step: 
     params = checkpoint.read_params(directory, params_lib.abstract(transformer.declare(config), mesh, layout), step)
     return config, jax.tree.map(lambda leaf: leaf.astype(dtype), params)
   _, adapters, frozen = load_trainable(run, mesh, layout)
-  abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), adapters)
-  adapters = checkpoint.read_params(directory, abstract, step)
+  adapters = checkpoint.read_params(directory, learner.abstract_state(adapters), step)
   with jax.set_mesh(mesh):
     merged = lora.merge(params_lib.combine(adapters, frozen))
   return config, jax.tree.map(lambda leaf: leaf.astype(dtype), merged)
