@@ -9,6 +9,7 @@ from ml_collections import config_dict
 
 def get_config() -> ml_collections.ConfigDict:
   return ml_collections.ConfigDict({
+      'stage': 'supervised',
       'num_steps': 100,  # optimizer steps; the learning rate schedule ends there
       'seed': 0,
       'model': {

@@ -61,7 +61,8 @@ def likelihood(policy: policy_lib.Policy, documents: list[Document], mesh, layou
   totals, counts = [], []
   while documents:
     assignment, taken = batching.plan((len(document.tokens_T) for document in documents), rows, _LENGTH.value)
-    batch = batching.pack_rows([[documents[index] for index in row] for row in assignment], _LENGTH.value, denominator=1)
+    rows_of_documents = [[documents[index] for index in row] for row in assignment]
+    batch = batching.pack_rows(rows_of_documents, _LENGTH.value, denominator=1, aggregation='token_sum')
     documents = documents[taken:]
     with jax.set_mesh(mesh):
       nll_BT = -np.asarray(logprobs(policy.params, batching.to_global(batch, place)))

@@ -1,6 +1,6 @@
 """Train: `python -m launch.train --config=configs/sft.py --config.model.path=... --workdir=runs/sft`.
 
-Every field of the config is a flag (`--config.optimizer.learning_rate=1e-5`); a key that nothing reads is an error. The same command run again
+`config.stage` says how: 'supervised' (`rl.train`) or 'rl' (`rl.train_rl`). Every field of the config is a flag (`--config.optimizer.learning_rate=1e-5`); a key that nothing reads is an error. The same command run again
 continues from the newest checkpoint of the workdir.
 """
 
@@ -14,7 +14,7 @@ from ml_collections import config_flags
 import launch
 from models import startup
 from rl import config as config_lib
-from rl import train
+from rl import train, train_rl
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'File with get_config(); fields are flags of their own.')
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run: checkpoints, metrics, resolved config.')
@@ -22,10 +22,15 @@ _LOG = logging.getLogger('launch.train')
 
 
 def main(_: list[str]) -> None:
-  config = config_lib.build(train.TrainConfig, _CONFIG.value)
+  stages = {'supervised': (train.TrainConfig, train.run), 'rl': (train_rl.RLConfig, train_rl.run)}
+  stage = _CONFIG.value.get('stage')
+  if stage not in stages:
+    raise ValueError(f'config.stage={stage!r} must be one of {", ".join(stages)}.')
+  record, run = stages[stage]
+  config = config_lib.build(record, _CONFIG.value)
   startup.use_cpu_devices(config.cpu_devices)
   startup.check_backend()
-  results = train.run(config, _WORKDIR.value)
+  results = run(config, _WORKDIR.value)
   _LOG.info('Finished; checkpoints and metrics are in %s. %s', _WORKDIR.value,
             '  '.join(f'{name} {value:.4f}' for name, value in results.items()))
 

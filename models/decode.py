@@ -7,6 +7,10 @@ generated token, the first included.
 
 On CPU a matmul of a single bfloat16 row converts its whole weight at each step (3-10x slower), so there are at least two rows a device.
 
+A sequence goes on after its end (the next turn of a conversation) by steps that read given tokens instead of drawing them: the shapes stay
+those of every other step, so what a sequence yields does not depend on when it goes on, bit for bit. That suits what tools say; long texts
+are cheaper to prefill.
+
 Deliberately absent: prefixes shared between slots, speculative decoding, and which request is where (`rl.rollout.engine`).
 """
 
@@ -66,7 +70,7 @@ class Step:
 
   Attributes:
     tokens_B, raw_logprobs_B, processed_logprobs_B: as in `sampling.Sample`.
-    is_new_B: whether the slot drew a token; the other values of a slot that stood still mean nothing.
+    is_new_B: whether the slot drew a token; the other values mean nothing where it stood still or was given one.
   """
 
   tokens_B: jax.Array
@@ -104,18 +108,19 @@ def decode_params(params, config: ModelConfig, layout: Layout, mesh: Mesh):
   Raises:
     ValueError: a parameter does not divide over the mesh.
   """
-  specs = transformer.declare(config)
-  params_lib.spec_shardings(specs, mesh, layout)
+  params_lib.spec_shardings(transformer.declare(config), mesh, layout)
+  with jax.set_mesh(mesh):
+    return _convert_params(params, config, layout)
+
+
+@functools.partial(jax.jit, static_argnames=('config', 'layout'))
+def _convert_params(params, config: ModelConfig, layout: Layout):
 
   def convert(spec, weight):
     return jax.reshard(weight.astype(layout.dtype) if spec.inputs else weight, layout.spec(*spec.axes))
 
-  def convert_all(params):
-    params = jax.tree.map(convert, specs, lora.merge(params), is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
-    return params | {'blocks': params_lib.unstack(params['blocks'])}
-
-  with jax.set_mesh(mesh):
-    return jax.jit(convert_all)(params)
+  params = jax.tree.map(convert, transformer.declare(config), lora.merge(params), is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
+  return params | {'blocks': params_lib.unstack(params['blocks'])}
 
 
 def empty_state(config: ModelConfig, layout: Layout, mesh: Mesh, num_slots: int, max_length: int) -> DecodeState:
@@ -214,23 +219,37 @@ def next_logits(params, state: DecodeState, config: ModelConfig, layout: Layout)
   return transformer.logits(params, hidden_B1D, config, layout)[:, 0], cache
 
 
-def decode_step(params, state: DecodeState, stop_ids_E: jax.Array, config: ModelConfig, layout: Layout) -> tuple[DecodeState, Step]:
-  """Draw the next token of every slot that is not done; a sequence ends at a stop id or at its limit, that token included."""
+def decode_step(params, state: DecodeState, given_B: jax.Array, stop_ids_E: jax.Array, config: ModelConfig,
+                layout: Layout) -> tuple[DecodeState, Step]:
+  """Append a token to every slot that is not done: the `given` one, or one drawn where that is negative.
+
+  A sequence ends at a drawn stop id or at its limit, that token included.
+  """
   logits_BV, cache = next_logits(params, state, config, layout)
   slots = state.slots
-  is_new_B = ~slots.done_B
-  lengths_B = slots.lengths_B + is_new_B
+  is_drawn_B, is_active_B = given_B < 0, ~slots.done_B
+  lengths_B = slots.lengths_B + is_active_B
   drawn = sampling_lib.sample(logits_BV, slots.sampling, slots.seeds_B, slots.lengths_B + 1, layout)
-  is_stop_B = jnp.any(drawn.tokens_B[:, None] == stop_ids_E[None], axis=-1)
-  slots = slots.replace(tokens_B=jnp.where(is_new_B, drawn.tokens_B, slots.tokens_B), lengths_B=lengths_B,
+  tokens_B = jnp.where(is_drawn_B, drawn.tokens_B, given_B)
+  is_stop_B = is_drawn_B & jnp.any(tokens_B[:, None] == stop_ids_E[None], axis=-1)
+  slots = slots.replace(tokens_B=jnp.where(is_active_B, tokens_B, slots.tokens_B), lengths_B=lengths_B,
                         done_B=slots.done_B | is_stop_B | (lengths_B >= slots.limits_B))
-  return DecodeState(cache, slots), Step(drawn.tokens_B, drawn.raw_logprobs_B, drawn.processed_logprobs_B, is_new_B)
+  return DecodeState(cache, slots), Step(tokens_B, drawn.raw_logprobs_B, drawn.processed_logprobs_B, is_active_B & is_drawn_B)
 
 
-@functools.partial(jax.jit, static_argnames=('num_steps', 'config', 'layout'), donate_argnames=('state',))
-def decode_many(params, state: DecodeState, stop_ids_E: jax.Array, num_steps: int, config: ModelConfig,
+@functools.partial(jax.jit, static_argnames=('config', 'layout'), donate_argnames=('state',))
+def decode_many(params, state: DecodeState, given_KB: jax.Array, limits_B: jax.Array, stop_ids_E: jax.Array, config: ModelConfig,
                 layout: Layout) -> tuple[DecodeState, Step]:
-  """Take up to `num_steps` steps in one launch, fewer when every slot is done; returns (state, Step of arrays [num_steps, B])."""
+  """Take up to K steps in one launch, fewer when every slot is done; returns (state, Step of arrays [K, B]).
+
+  `given_KB` are tokens to append at each step, negative where one is to be drawn. A slot with a `limits_B` that is not negative gets it as
+  its new limit and goes on.
+  """
+  row = layout.spec('batch')
+  limits_B, given_KB = jax.reshard((limits_B, given_KB), (row, layout.spec(None, 'batch')))
+  slots, goes_on_B = state.slots, limits_B >= 0
+  state = state.replace(slots=slots.replace(limits_B=jnp.where(goes_on_B, limits_B, slots.limits_B), done_B=slots.done_B & ~goes_on_B))
+  num_steps = given_KB.shape[0]
 
   def wanted(carry):
     number, state, _ = carry
@@ -238,10 +257,11 @@ def decode_many(params, state: DecodeState, stop_ids_E: jax.Array, num_steps: in
 
   def step(carry):
     number, state, steps = carry
-    state, one = decode_step(params, state, stop_ids_E, config, layout)
+    given_B = jax.lax.dynamic_index_in_dim(given_KB, number, keepdims=False)
+    state, one = decode_step(params, state, given_B, stop_ids_E, config, layout)
     steps = jax.tree.map(lambda all_KB, one_B: jax.lax.dynamic_update_index_in_dim(all_KB, one_B, number, 0), steps, one)
     return number + 1, state, steps
 
-  shape, spec = (num_steps, state.slots.done_B.shape[0]), layout.spec(None, 'batch')
-  nothing = Step(*(jnp.zeros(shape, dtype, out_sharding=spec) for dtype in (jnp.int32, jnp.float32, jnp.float32, jnp.bool_)))
+  nothing = Step(*(jnp.zeros(given_KB.shape, dtype, out_sharding=layout.spec(None, 'batch'))
+                   for dtype in (jnp.int32, jnp.float32, jnp.float32, jnp.bool_)))
   return jax.lax.while_loop(wanted, step, (0, state, nothing))[1:]

@@ -2,7 +2,8 @@
 
 A row of a `Batch` holds whole documents one after the other. Everything a loss needs beside the logits is decided here, on the host:
 `loss_weight_BT` already contains the mask, the aggregation and the denominator of the whole optimizer step, so micro-batches, hosts and
-devices only add up. The weight sits at the place that predicts: place t carries the weight of the token at t + 1 of the same document.
+devices only add up. The weight sits at the place that predicts: place t carries the weight of the token at t + 1 of the same document, and
+so does everything else that a document says of its tokens.
 
 Deliberately absent: splitting a document over rows (its context would be lost in silence), and any token id that means padding.
 """
@@ -16,12 +17,12 @@ from typing import Literal, get_args
 import jax
 import numpy as np
 
-from rl.types import Batch, Document
+from rl.types import Batch, Document, Trajectory
 
-Aggregation = Literal['token_mean', 'sequence_mean', 'token_sum']
+Aggregation = Literal['token_mean', 'sequence_mean', 'sequence_sum', 'constant', 'token_sum']
 
 
-def plan(lengths: Iterable[int], rows: int, length: int) -> tuple[list[list[int]], int]:
+def plan(lengths: Iterable[int], rows: int, length: int, max_segments: int | None = None) -> tuple[list[list[int]], int]:
   """Assign documents to rows first-fit, in order, up to the first that fits in no row.
 
   Order is kept so that the documents of a step are a prefix of the stream: its position is then one integer. `lengths` is read lazily, one
@@ -31,14 +32,15 @@ def plan(lengths: Iterable[int], rows: int, length: int) -> tuple[list[list[int]
     lengths: tokens of each document.
     rows: number of rows.
     length: tokens a row holds.
+    max_segments: documents a row holds; None for no limit.
 
   Returns:
     The indices of the documents in each row, and how many documents were taken.
 
   Raises:
-    ValueError: `rows` or `length` below 1, or a document that is empty or longer than a row.
+    ValueError: `rows`, `length` or `max_segments` below 1, or a document that is empty or longer than a row.
   """
-  check_at_least_one(rows=rows, length=length)
+  check_at_least_one(rows=rows, length=length, max_segments=1 if max_segments is None else max_segments)
   free = np.full(rows, length)
   assignment: list[list[int]] = [[] for _ in range(rows)]
   num_taken = 0
@@ -48,8 +50,8 @@ def plan(lengths: Iterable[int], rows: int, length: int) -> tuple[list[list[int]
     row = int(np.argmax(free >= size))
     if free[row] < size:
       break
-    free[row] -= size
     assignment[row].append(num_taken)
+    free[row] = 0 if len(assignment[row]) == max_segments else free[row] - size
     num_taken += 1
   return assignment, num_taken
 
@@ -59,18 +61,29 @@ def num_targets(documents: Iterable[Document]) -> int:
   return sum(int(np.count_nonzero(document.loss_mask_T[1:])) for document in documents)
 
 
-def step_denominator(documents: Sequence[Document], aggregation: Aggregation) -> int:
+def step_denominator(documents: Sequence[Document], aggregation: Aggregation, *, max_length: int | None = None) -> int:
   """Return what the loss of one optimizer step is divided by, from all of its documents: those of every micro-batch and every host.
 
-  Returns:
-    `token_mean`: the number of targets. `sequence_mean`: the number of documents with a target. `token_sum`: 1.
+  With N documents that have a target, the i-th of them T_i targets with losses l_it:
+    `token_mean`: sum of l_it / sum of T_i (DAPO, arXiv:2503.14476 eq. 8).
+    `sequence_mean`: 1/N sum_i (1/T_i sum_t l_it) (GRPO, arXiv:2402.03300 eq. 3).
+    `sequence_sum`: 1/N sum_i sum_t l_it (RLOO, arXiv:2402.14740).
+    `constant`: 1/(N max_length) sum_i sum_t l_it (Dr. GRPO, arXiv:2503.20783): length weighs nothing.
+    `token_sum`: sum of l_it.
+
+  Args:
+    max_length: targets that a document may have at most; read by `constant` alone.
 
   Raises:
-    ValueError: an unknown aggregation, or a mean over nothing.
+    ValueError: an unknown aggregation, a mean over nothing, or `constant` without a max_length.
   """
   _check_aggregation(aggregation)
   if aggregation == 'token_sum':
     return 1
+  if aggregation == 'constant':
+    if max_length is None:
+      raise ValueError("aggregation='constant' divides by max_length, which is None; set it to the most tokens a reply may have.")
+    check_at_least_one(max_length=max_length)
   if aggregation == 'token_mean':
     denominator = num_targets(documents)
   else:
@@ -80,11 +93,11 @@ def step_denominator(documents: Sequence[Document], aggregation: Aggregation) ->
     raise ValueError(
         f'aggregation={aggregation!r} averages over the tokens to learn, and none of the {len(documents)} documents has one '
         f'(first ones: {sources}); loss_mask_T must be true somewhere after the first token.')
-  return denominator
+  return denominator * max_length if aggregation == 'constant' else denominator
 
 
 def pack(
-    documents: Sequence[Document], rows: int, length: int, *, denominator: float | None = None, aggregation: Aggregation = 'token_mean',
+    documents: Sequence[Document], rows: int, length: int, *, aggregation: Aggregation, denominator: float | None = None,
 ) -> Batch:
   """Pack all the documents into a numpy `Batch` of shape [rows, length].
 
@@ -92,8 +105,8 @@ def pack(
     documents: they must all fit (see `plan`).
     rows: number of rows B.
     length: tokens T of a row.
-    denominator: of the whole step (see `step_denominator`); None means that these documents are the whole step.
-    aggregation: how token losses become one number.
+    aggregation: how token losses become one number (see `step_denominator`).
+    denominator: of the whole step; None means that these documents are the whole step.
 
   Raises:
     ValueError: the documents do not fit, or what `plan`, `step_denominator` and `pack_rows` refuse.
@@ -108,13 +121,36 @@ def pack(
   return pack_rows([[documents[index] for index in row] for row in assignment], length, denominator=denominator, aggregation=aggregation)
 
 
-def pack_rows(rows: Sequence[Sequence[Document]], length: int, *, denominator: float, aggregation: Aggregation = 'token_mean') -> Batch:
+def pack_step(documents: Sequence[Document], rows: int, length: int, *, aggregation: Aggregation, denominator: float | None = None,
+              max_length: int | None = None, max_segments: int | None = None) -> list[Batch]:
+  """Pack all documents of an optimizer step, longest first, into as few numpy micro-batches of shape [rows, length] as first-fit finds.
+
+  The last micro-batch is padded with empty rows. The arguments are those of `step_denominator` and `plan`; a `denominator` is given where
+  the step has more documents than are packed.
+
+  Raises:
+    ValueError: no documents, or what `plan`, `step_denominator` and `pack_rows` refuse.
+  """
+  check_at_least_one(rows=rows)
+  if not documents:
+    raise ValueError('An optimizer step needs at least one document, got none.')
+  if denominator is None:
+    denominator = step_denominator(documents, aggregation, max_length=max_length)
+  by_length = sorted(documents, key=lambda document: -len(document.tokens_T))
+  assignment, _ = plan((len(document.tokens_T) for document in by_length), len(documents), length, max_segments)
+  filled = [[by_length[index] for index in row] for row in assignment if row]
+  filled += [[]] * (-len(filled) % rows)
+  return micro_batches(pack_rows(filled, length, denominator=denominator, aggregation=aggregation), len(filled) // rows)
+
+
+def pack_rows(rows: Sequence[Sequence[Document]], length: int, *, denominator: float, aggregation: Aggregation) -> Batch:
   """Lay out rows whose documents are already chosen as a numpy `Batch` of shape [len(rows), length]; an empty row is all padding.
 
   A target's weight is 1 / denominator, and under `sequence_mean` also divided by the number of targets in its document.
 
   Raises:
-    ValueError: a row too long, a denominator that is not a positive number, an unknown aggregation.
+    ValueError: a row too long, a denominator that is not a positive number, an unknown aggregation, documents that differ in what they say
+      of their tokens, or a value of a target that is not finite.
   """
   _check_aggregation(aggregation)
   if not (denominator > 0 and math.isfinite(denominator)):
@@ -122,6 +158,7 @@ def pack_rows(rows: Sequence[Sequence[Document]], length: int, *, denominator: f
   shape = (len(rows), length)
   tokens_BT, targets_BT, positions_BT, segment_ids_BT = (np.zeros(shape, np.int32) for _ in range(4))
   loss_weight_BT = np.zeros(shape, np.float32)
+  per_token = {name: np.zeros(shape, np.float32) for name in _per_token_names(rows)}
   for row, documents in enumerate(rows):
     total = sum(len(document.tokens_T) for document in documents)
     if total > length:
@@ -135,8 +172,28 @@ def pack_rows(rows: Sequence[Sequence[Document]], length: int, *, denominator: f
       segment_ids_BT[row, start:end] = segment
       divisor = denominator * max(num_targets([document]), 1) if aggregation == 'sequence_mean' else denominator
       loss_weight_BT[row, start:end - 1] = document.loss_mask_T[1:] / divisor
+      for name, array_BT in per_token.items():
+        array_BT[row, start:end - 1] = _of_targets(document, name)
       start = end
-  return Batch(tokens_BT, targets_BT, positions_BT, segment_ids_BT, loss_weight_BT)
+  return Batch(tokens_BT, targets_BT, positions_BT, segment_ids_BT, loss_weight_BT, **{f'{name}_BT': per_token[name] for name in per_token})
+
+
+def documents(trajectories: Sequence[Trajectory], advantages: Sequence[float]) -> list[Document]:
+  """Return what the policy loss learns from: each trajectory with its advantage, the same for all tokens that the policy sampled in it.
+
+  Raises:
+    ValueError: a trajectory that is invalid (it has no advantage; leave it out), or an advantage that is not finite.
+  """
+  made = []
+  for trajectory, advantage in zip(trajectories, advantages, strict=True):
+    if not trajectory.is_valid:
+      raise ValueError(f'{trajectory.source} is not for training, its outcome is {trajectory.outcome!r}; leave it out.')
+    if not math.isfinite(advantage):
+      raise ValueError(f'{trajectory.source}: advantage={advantage} must be finite.')
+    advantages_T = np.full(trajectory.tokens_T.shape, advantage, np.float32)
+    made.append(Document(trajectory.tokens_T, trajectory.loss_mask_T, trajectory.source,
+                         {'advantages': advantages_T, 'behavior_logprobs': trajectory.behavior_logprobs_T}))
+  return made
 
 
 def micro_batches(batch: Batch, count: int) -> list[Batch]:
@@ -201,6 +258,27 @@ def to_global(batch: Batch, sharding: jax.sharding.NamedSharding) -> Batch:
     return jax.make_array_from_callback((rows, length), sharding, shard)
 
   return jax.tree.map(put, batch)
+
+
+def _per_token_names(rows: Sequence[Sequence[Document]]) -> list[str]:
+  """Return what the documents say of their tokens, which must be the same for all."""
+  first = None
+  for document in (document for row in rows for document in row):
+    first = document if first is None else first
+    if document.per_token.keys() != first.per_token.keys():
+      raise ValueError(f'{document.source} has per_token {sorted(document.per_token)} and {first.source} has {sorted(first.per_token)}; '
+                       'the documents of a batch must have the same.')
+  return [] if first is None else list(first.per_token)
+
+
+def _of_targets(document: Document, name: str) -> np.ndarray:
+  """Return a document's values for its tokens but the first, 0 where there is nothing to learn."""
+  values_T = np.where(document.loss_mask_T, document.per_token[name], 0)[1:]
+  if not np.isfinite(values_T).all():
+    token = 1 + int(np.argmin(np.isfinite(values_T)))
+    raise ValueError(f'{document.source}: {name} of token {token} is {values_T[token - 1]}, but the token is to be learned; '
+                     'it must be finite there.')
+  return values_T
 
 
 def _num_shards(sharding: jax.sharding.NamedSharding) -> tuple[int, int]:

@@ -13,7 +13,7 @@ old and new values, for a step that is not finite, sits inside the same loops an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,11 @@ from models import heads, transformer
 from models import params as params_lib
 from models.config import ModelConfig
 from models.sharding import Layout
+from rl import losses
 from rl import metrics as metrics_lib
+from rl.losses import PolicyLossConfig
 from rl.metrics import Last, Mean, Sum
-from rl.types import Batch, Params, TrainState
+from rl.types import Batch, Params, Scores, TrainState
 
 
 class Learner(NamedTuple):
@@ -39,6 +41,8 @@ class Learner(NamedTuple):
     apply: (state, gradient) -> (state, metrics); donates the state.
     update: (state, frozen, micro-batches) -> (state, metrics): one optimizer step.
     evaluate: (trainable, frozen, batch) -> metrics, no gradient.
+    score: (trainable, frozen, batch) -> Scores: old logprobs with the policy's parameters, reference logprobs with those of the reference. In
+      a LoRA run trainable=None scores the frozen base alone, which is the usual reference there.
     num_compiled: () -> how often each program of a step was compiled; more than once means that a shape or a sharding drifts.
   """
   init: Callable[[Params], TrainState]
@@ -47,41 +51,81 @@ class Learner(NamedTuple):
   apply: Callable[[TrainState, Params], tuple[TrainState, dict]]
   update: Callable[[TrainState, Params, Sequence[Batch]], tuple[TrainState, dict]]
   evaluate: Callable[[Params, Params, Batch], dict]
+  score: Callable[[Params | None, Params, Batch], Scores]
   num_compiled: Callable[[], dict[str, int]]
+
+
+class Loss(Protocol):
+  """A model's loss on a batch."""
+
+  def __call__(self, params: Params, batch: Batch, config: ModelConfig, layout: Layout, *, unembed_grad: bool) -> tuple[jax.Array, dict]:
+    """Return (a plain sum with `batch.loss_weight_BT`, metrics); without `unembed_grad` the head is frozen."""
 
 
 def supervised_loss(params: Params, batch: Batch, config: ModelConfig, layout: Layout, *, unembed_grad: bool) -> tuple[jax.Array, dict]:
   """Return (sum of loss_weight x negative log-likelihood in nats, metrics)."""
-  hidden_BTD, _ = transformer.forward(params, batch.tokens_BT, batch.positions_BT, batch.segment_ids_BT, config, layout)
+  hidden_BTD = _hidden(params, batch, config, layout)
   loss, nll_BT = heads.weighted_nll(hidden_BTD, transformer.unembedding(params, config), batch.targets_BT, batch.loss_weight_BT,
                                     softcap=config.final_softcap, unembed_grad=unembed_grad)
-  return loss, {
-      'train/loss_nats': Mean.of(nll_BT, batch.loss_weight_BT),
+  return loss, {'train/loss_nats': Mean.of(nll_BT, batch.loss_weight_BT), **_counts(batch)}
+
+
+def policy_loss(settings: PolicyLossConfig) -> Loss:
+  """Return the loss of reinforcement learning with these settings; see `losses.policy_loss_BT` for what a batch needs.
+
+  The entropy of the policy is always reported; its gradient is computed only for an entropy bonus.
+  """
+
+  def loss(params, batch, config, layout, *, unembed_grad):
+    hidden_BTD = _hidden(params, batch, config, layout)
+    logprobs_BT, entropy_BT = heads.token_logprobs_and_entropy(
+        hidden_BTD, transformer.unembedding(params, config), batch.targets_BT, softcap=config.final_softcap, unembed_grad=unembed_grad)
+    if not settings.entropy_coef:
+      entropy_BT = jax.lax.stop_gradient(entropy_BT)
+    loss_BT, metrics = losses.policy_loss_BT(logprobs_BT, batch, settings, entropy_BT)
+    total = jnp.sum(loss_BT * batch.loss_weight_BT)
+    return total, {'train/loss': Sum(total), **_counts(batch), **metrics}
+
+  return loss
+
+
+def _hidden(params: Params, batch: Batch, config: ModelConfig, layout: Layout) -> jax.Array:
+  return transformer.forward(params, batch.tokens_BT, batch.positions_BT, batch.segment_ids_BT, config, layout)[0]
+
+
+def _counts(batch: Batch) -> dict:
+  return {
       'train/target_tokens': Sum(jnp.sum(batch.loss_weight_BT != 0).astype(jnp.float32)),
       'train/tokens': Sum(jnp.sum(batch.segment_ids_BT != 0).astype(jnp.float32)),
   }
 
 
 def build(config: ModelConfig, layout: Layout, mesh: Mesh, optimizer: optax.GradientTransformation, learning_rate: optax.Schedule, *,
-          full: bool) -> Learner:
+          full: bool, loss: Loss = supervised_loss) -> Learner:
   """Return the learner of one model on one mesh.
 
   Args:
     learning_rate: only reported; the optimizer has its own copy.
     full: every parameter is trainable (else the head is frozen, and its gradient is never computed).
+    loss: what is minimized.
 
   Raises:
     ValueError: the layout asks for something this model or platform cannot do.
   """
   transformer.check(config, layout)
 
-  def loss(trainable, frozen, batch):
-    return supervised_loss(params_lib.combine(trainable, frozen), batch, config, layout, unembed_grad=full)
+  def loss_of(trainable, frozen, batch):
+    return loss(params_lib.combine(trainable, frozen), batch, config, layout, unembed_grad=full)
 
   @jax.jit
   def gradient(trainable, frozen, batch):
-    grads, metrics = jax.grad(loss, has_aux=True)(trainable, frozen, batch)
+    grads, metrics = jax.grad(loss_of, has_aux=True)(trainable, frozen, batch)
     return grads, metrics
+
+  def score_params(params, batch):
+    scores = heads.token_logprobs_and_entropy(_hidden(params, batch, config, layout), transformer.unembedding(params, config),
+                                              batch.targets_BT, softcap=config.final_softcap, unembed_grad=False)
+    return Scores(*(jnp.where(batch.loss_weight_BT != 0, scores_BT, 0) for scores_BT in scores))
 
   def accumulate(total, grads):
     return jax.tree.map(jnp.add, total, grads)
@@ -109,7 +153,9 @@ def build(config: ModelConfig, layout: Layout, mesh: Mesh, optimizer: optax.Grad
       'accumulate': jax.jit(accumulate, donate_argnums=0),
       'apply_to_params': jax.jit(apply_to_params, donate_argnums=0),
       'apply_to_moments': jax.jit(apply_to_moments, donate_argnums=0),
-      'evaluate': jax.jit(lambda trainable, frozen, batch: loss(trainable, frozen, batch)[1]),
+      'evaluate': jax.jit(lambda trainable, frozen, batch: loss_of(trainable, frozen, batch)[1]),
+      'score': jax.jit(lambda trainable, frozen, batch: score_params(params_lib.combine(trainable, frozen), batch)),
+      'score_base': jax.jit(lambda frozen, batch: score_params(_without_adapters(frozen), batch)),
   }
 
   def on_mesh(function):
@@ -132,10 +178,21 @@ def build(config: ModelConfig, layout: Layout, mesh: Mesh, optimizer: optax.Grad
     state, applied = apply(state, total)
     return state, {**metrics, **applied}
 
-  def num_compiled():
-    return {name: programs[name]._cache_size() for name in ('gradient', 'apply_to_params', 'apply_to_moments')}
+  def score(trainable, frozen, batch):
+    if trainable is not None:
+      return calls['score'](trainable, frozen, batch)
+    if full:
+      raise ValueError('trainable=None scores the frozen base of adapters, and a full run has none; pass the parameters of the reference.')
+    return calls['score_base'](frozen, batch)
 
-  return Learner(calls['init'], calls['gradient'], calls['accumulate'], apply, update, calls['evaluate'], num_compiled)
+  def num_compiled():
+    return {name: programs[name]._cache_size() for name in ('gradient', 'apply_to_params', 'apply_to_moments', 'score', 'score_base')}
+
+  return Learner(calls['init'], calls['gradient'], calls['accumulate'], apply, update, calls['evaluate'], score, num_compiled)
+
+
+def _without_adapters(frozen: Params) -> Params:
+  return jax.tree.map(lambda leaf: leaf.base if params_lib.is_lora(leaf) else leaf, frozen, is_leaf=params_lib.is_lora)
 
 
 def abstract_state(state: Any) -> Any:

@@ -8,7 +8,7 @@ Deliberately absent: uploading to a tracking service, and drawing plots; both ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import contextlib
 import functools
 import json
@@ -20,12 +20,15 @@ import socket
 import subprocess
 import sys
 import time
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 import jax
 import jax.numpy as jnp
 
+from rl.types import Trajectory
+
 METRICS_FILE = 'metrics.jsonl'
+TRAJECTORIES_FILE = 'trajectories.jsonl'
 CONFIG_FILE = 'config.json'
 DIFFERENCE_FILE = 'config_difference.json'
 
@@ -75,7 +78,7 @@ class Monitor:
         self._file = self._path.open('a', encoding='utf-8')
         self._events = _open_events(Path(workdir) / 'tensorboard', start_step)
 
-  def log_step(self, step: int, values: Mapping[str, float], num_tokens: int, finished_s: float) -> None:
+  def log_step(self, step: int, values: Mapping[str, float], num_tokens: int, finished_s: float, notes: Sequence[str] = ()) -> None:
     """Write the metrics of one optimizer step with its speed, and show progress.
 
     The time since the step before finished counts as this step's, except what passed inside `paused`. The first step's time is compilation
@@ -86,6 +89,7 @@ class Monitor:
       values: {'area/name_unit': value}; 'train/loss_nats' is shown.
       num_tokens: tokens that the step trained on, over all hosts.
       finished_s: `time.perf_counter()` when its results were there.
+      notes: what the progress line shows beside the speed.
 
     Raises:
       ValueError: `step` lies before one already written.
@@ -100,7 +104,7 @@ class Monitor:
     self._is_first_lap = False
     self.write(step, {**values, **speed})
     if self._is_writer:
-      self._show_progress(step, values, speed)
+      self._show_progress(step, values, speed, notes)
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
     """Write metrics that are no step of their own, such as an evaluation's; raises as `log_step`."""
@@ -153,11 +157,11 @@ class Monitor:
         speed['speed/peak_fraction'] = speed['speed/flops_per_s'] / self._peak_flops
     return speed
 
-  def _show_progress(self, step: int, values: Mapping[str, float], speed: Mapping[str, float]) -> None:
+  def _show_progress(self, step: int, values: Mapping[str, float], speed: Mapping[str, float], notes: Sequence[str]) -> None:
     is_terminal = self._stream.isatty()
     if not is_terminal and step % self._plain_every_steps != 0 and step != self._total_steps:
       return
-    parts = [f'step {step}/{self._total_steps}']
+    parts = [f'step {step}/{self._total_steps}', *notes]
     if 'train/loss_nats' in values:
       parts.append(f'loss {values["train/loss_nats"]:.4f}')
     if 'speed/tokens_per_s' in speed:
@@ -175,6 +179,46 @@ class Monitor:
       line = '\r' + line[:width].ljust(width)
     self._stream.write(line if is_terminal else line + '\n')
     self._stream.flush()
+
+
+class TrajectoryLog:
+  """`trajectories.jsonl`: one line for each episode of a run, on disk when `write` returns. Use it as a context manager, or call `close`."""
+
+  def __init__(self, workdir: str | Path, start_step: int):
+    """Open the file and drop what a crashed run wrote after `start_step`; raises as `Monitor`."""
+    self._path = Path(workdir) / TRAJECTORIES_FILE
+    with _writing(self._path):
+      self._path.parent.mkdir(parents=True, exist_ok=True)
+      _truncate(self._path, start_step)
+      self._file = self._path.open('a', encoding='utf-8')
+
+  def write(self, step: int, kind: Literal['train', 'eval'], entries: Iterable[tuple[Trajectory, float | None, str]]) -> None:
+    """Write (trajectory, its advantage, why it was not trained on) of a step; RuntimeError if the file cannot be written."""
+    with _writing(self._path):
+      for trajectory, advantage, dropped in entries:
+        sampled = trajectory.loss_mask_T
+        self._file.write(json.dumps({
+            'step': step, 'kind': kind, 'problem_id': trajectory.problem_id, 'domain': trajectory.domain, 'level': trajectory.level,
+            'group': trajectory.group, 'sample': trajectory.sample, 'reward': trajectory.reward, 'advantage': advantage,
+            'outcome': trajectory.outcome, 'reason': trajectory.reason, 'dropped': dropped, 'num_turns': trajectory.num_turns,
+            'num_tool_calls': trajectory.num_tool_calls, 'num_tool_errors': trajectory.num_tool_errors,
+            'num_tokens': len(trajectory.tokens_T), 'num_sampled': int(sampled.sum()),
+            'mean_logprob': float(trajectory.behavior_logprobs_T[sampled].mean()) if sampled.any() else None,
+            'versions': sorted({int(version) for version in trajectory.versions_T[sampled]}),
+            'timing_s': {name: round(seconds, 4) for name, seconds in trajectory.timing_s.items()},
+            'messages': list(trajectory.messages)}, allow_nan=False) + '\n')
+      self._file.flush()
+      os.fsync(self._file.fileno())
+
+  def close(self) -> None:
+    """Close the file."""
+    self._file.close()
+
+  def __enter__(self) -> TrajectoryLog:
+    return self
+
+  def __exit__(self, *exception: object) -> None:
+    self.close()
 
 
 def write_config(workdir: str | Path, config: Mapping[str, Any], difference: Mapping[str, tuple[Any, Any]]) -> None:

@@ -16,7 +16,7 @@ from models.sharding import Layout
 from models.tokenizer import Tokenizer
 from rl import checkpoint, learner
 from rl import config as config_lib
-from rl.train import CHECKPOINTS, TrainConfig, load_trainable
+from rl.run import CHECKPOINTS, LoraConfig, ModelSource, load_trainable
 from rl.types import Params
 
 
@@ -30,6 +30,13 @@ class Policy(NamedTuple):
   params: Params
   tokenizer: Tokenizer
   chat_template: str
+
+
+class _Run(NamedTuple):
+  """What a run of any stage was trained from."""
+  model: ModelSource
+  lora: LoraConfig
+  seed: int
 
 
 def load(path: str | Path, mesh: Mesh, layout: Layout, dtype: str, step: int | None = None) -> Policy:
@@ -65,18 +72,20 @@ def load_params(path: str | Path, mesh: Mesh, layout: Layout, dtype: str, step: 
   if run.lora.rank == 0:
     params = checkpoint.read_params(directory, params_lib.abstract(transformer.declare(config), mesh, layout), step)
     return config, jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-  _, adapters, frozen = load_trainable(run, mesh, layout)
+  _, adapters, frozen = load_trainable(run.model, run.lora, run.seed, mesh, layout)
   adapters = checkpoint.read_params(directory, learner.abstract_state(adapters), step)
   with jax.set_mesh(mesh):
     merged = lora.merge(params_lib.combine(adapters, frozen))
   return config, jax.tree.map(lambda leaf: leaf.astype(dtype), merged)
 
 
-def _read_run(path: str | Path, step: int | None) -> TrainConfig | None:
-  """Return the configuration of a run directory, or None for a pretrained model."""
+def _read_run(path: str | Path, step: int | None) -> _Run | None:
+  """Return what a run directory was trained from, or None for a pretrained model."""
   directory = Path(path) / CHECKPOINTS
   if directory.is_dir():
-    return config_lib.build(TrainConfig, dict(checkpoint.read_host(directory, step).config))
+    config = checkpoint.read_host(directory, step).config
+    return _Run(config_lib.build(ModelSource, config['model'], 'config.model'), config_lib.build(LoraConfig, config['lora'], 'config.lora'),
+                config['seed'])
   if step is not None:
     raise ValueError(f'step={step} was asked of {path}, which has no {CHECKPOINTS} directory; leave it out for a pretrained model.')
   return None

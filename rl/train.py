@@ -13,19 +13,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 import contextlib
 from dataclasses import dataclass, field
-import hashlib
 import logging
 from pathlib import Path
-import signal
 import time
 from typing import Any, Literal
 
 import jax
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 import numpy as np
 
-from models import chat, hf_weights, lora, sharding, transformer
+from models import chat, sharding, transformer
 from models import params as params_lib
 from models import tokenizer as tokenizer_lib
 from models.config import ModelConfig
@@ -35,74 +32,18 @@ from rl import batching, checkpoint, monitor, optimizer
 from rl import config as config_lib
 from rl import learner as learner_lib
 from rl import metrics as metrics_lib
+from rl import run as run_lib
 from rl.data import records, tasks
 from rl.data.loader import Loader, Step
 from rl.learner import Learner
 from rl.optimizer import OptimizerConfig
+from rl.run import LayoutConfig, LoraConfig, MeshConfig, ModelSource
 from rl.types import Document, HostState, Params
 
 _LOG = logging.getLogger(__name__)
-CHECKPOINTS = 'checkpoints'
-MAX_SKIPPED_IN_A_ROW = 10
-_FINGERPRINT_BYTES = 65_536
 # What a resumed run may change; everything else decides what is computed.
 _FREE_ON_RESUME = ('num_steps', 'checkpoint_every_steps', 'checkpoints_kept', 'eval_every_steps', 'eval_documents', 'cpu_devices', 'mesh.',
                    'layout.')
-
-
-@dataclass(frozen=True)
-class ModelSource:
-  """The pretrained model.
-
-  Attributes:
-    path: a Hugging Face directory (config.json, safetensors, tokenizer files) or a .gguf file.
-    chat_template: how messages become tokens, one of `chat.TEMPLATES`; 'plain' suits base models.
-    frozen_dtype: of weights that are not trained (LoRA's base); trained ones are float32.
-  """
-  path: str
-  chat_template: str = 'plain'
-  frozen_dtype: Literal['float32', 'bfloat16'] = 'bfloat16'
-
-  def __post_init__(self):
-    if self.chat_template not in chat.TEMPLATES:
-      raise ValueError(f'chat_template={self.chat_template!r} is unknown; use one of {", ".join(chat.TEMPLATES)}.')
-
-
-@dataclass(frozen=True)
-class LoraConfig:
-  """Low-rank adapters.
-
-  Attributes:
-    rank: 0 trains all parameters instead.
-    alpha: the update is scaled by alpha / rank, or alpha / sqrt(rank) when rank_stabilized.
-    targets: weights of the blocks that get an adapter.
-  """
-  rank: int = 0
-  alpha: float = 16.0
-  targets: tuple[str, ...] = lora.TARGETS
-  rank_stabilized: bool = True
-
-  def __post_init__(self):
-    if self.rank < 0:
-      raise ValueError(f'rank={self.rank} must be 0 (train everything) or positive.')
-
-
-@dataclass(frozen=True)
-class MeshConfig:
-  """Devices along each mesh axis; one may be -1 for the rest."""
-  data: int = 1
-  fsdp: int = -1
-  seq: int = 1
-  tensor: int = 1
-
-
-@dataclass(frozen=True)
-class LayoutConfig:
-  """How the model is computed; see `sharding.Layout`."""
-  attention: str = 'auto'
-  remat: str = 'none'
-  scan: bool = True
-  compute_dtype: Literal['float32', 'bfloat16', 'float16'] = 'bfloat16'
 
 
 @dataclass(frozen=True)
@@ -142,6 +83,7 @@ class TrainConfig:
   model: ModelSource
   data: DataConfig
   num_steps: int
+  stage: Literal['supervised'] = 'supervised'
   seed: int = 0
   lora: LoraConfig = LoraConfig()
   mesh: MeshConfig = MeshConfig()
@@ -181,30 +123,6 @@ def encode(example: records.Example, tokenizer: Tokenizer, template: chat.Templa
   return Document(rendered.tokens_T, chat.loss_mask_T(rendered), example.source)
 
 
-def model_fingerprint(path: str | Path) -> str:
-  """Return a SHA-256 of the model's files: names, sizes, and the first and last 64 KiB of each, which is fast for any size."""
-  path, digest = Path(path), hashlib.sha256()
-  for file in [path] if path.is_file() else sorted(item for item in path.iterdir() if item.suffix in ('.json', '.safetensors', '.model')):
-    size = file.stat().st_size
-    digest.update(f'{file.name}:{size}:'.encode())
-    with file.open('rb') as stream:
-      digest.update(stream.read(_FINGERPRINT_BYTES))
-      stream.seek(max(size - _FINGERPRINT_BYTES, 0))
-      digest.update(stream.read(_FINGERPRINT_BYTES))
-  return digest.hexdigest()
-
-
-def load_trainable(config: TrainConfig, mesh: Mesh, layout: Layout) -> tuple[ModelConfig, Params, Params]:
-  """Load the model and return (its config, trainable parameters, frozen parameters)."""
-  is_lora = config.lora.rank > 0
-  model, tree = hf_weights.load(config.model.path, mesh, layout, config.model.frozen_dtype if is_lora else 'float32')
-  if not is_lora:
-    return model, *params_lib.split(tree, lambda name: True)
-  tree = lora.attach(tree, transformer.declare(model), rank=config.lora.rank, alpha=config.lora.alpha, targets=config.lora.targets,
-                     rank_stabilized=config.lora.rank_stabilized, seed=config.seed, mesh=mesh, layout=layout)
-  return model, *params_lib.split(tree, lora.is_trainable)
-
-
 def set_up(config: TrainConfig) -> tuple[Setup, Params]:
   """Check everything a run needs and return it with the initial trainable parameters.
 
@@ -218,12 +136,12 @@ def set_up(config: TrainConfig) -> tuple[Setup, Params]:
   place = NamedSharding(mesh, layout.spec('batch', 'length'))
   batching.host_rows(place, config.data.rows)
   sharding.check_divides('data.length', config.data.length, ('seq',), mesh)
-  model, trainable, frozen = load_trainable(config, mesh, layout)
+  model, trainable, frozen = run_lib.load_trainable(config.model, config.lora, config.seed, mesh, layout)
   layout = params_lib.replicate_indivisible(layout, mesh, model.num_kv_heads)
   learner = learner_lib.build(
       model, layout, mesh, optimizer.build(config.optimizer, config.num_steps), optimizer.schedule(config.optimizer, config.num_steps),
       full=config.lora.rank == 0)
-  lineage = {'model': model_fingerprint(config.model.path), 'tokenizer': tokenizer.fingerprint, 'data': tasks.fingerprint(mixture)}
+  lineage = {'model': run_lib.model_fingerprint(config.model.path), 'tokenizer': tokenizer.fingerprint, 'data': tasks.fingerprint(mixture)}
   return Setup(model, tokenizer, layout, mesh, place, learner, frozen, mixture, lineage), trainable
 
 
@@ -232,7 +150,7 @@ def run(config: TrainConfig, workdir: str | Path) -> dict[str, float]:
 
   Raises:
     ValueError, FileNotFoundError: bad configuration, data or model; a checkpoint of another run.
-    RuntimeError: files that cannot be written, or `MAX_SKIPPED_IN_A_ROW` steps without a finite gradient.
+    RuntimeError: files that cannot be written, or `run_lib.MAX_SKIPPED_IN_A_ROW` steps without a finite gradient.
   """
   workdir = Path(workdir)
   setup, trainable = set_up(config)
@@ -240,12 +158,12 @@ def run(config: TrainConfig, workdir: str | Path) -> dict[str, float]:
   state = setup.learner.init(trainable)
   with contextlib.ExitStack() as stack:
     store = stack.enter_context(checkpoint.CheckpointStore(
-        workdir / CHECKPOINTS, every_steps=config.checkpoint_every_steps, keep=config.checkpoints_kept))
+        workdir / run_lib.CHECKPOINTS, every_steps=config.checkpoint_every_steps, keep=config.checkpoints_kept))
     host = HostState(0, config.seed, resolved, monitor.code_revision(), setup.lineage)
     if store.latest_step() is not None:
       abstract = learner_lib.abstract_state(state)
       del state, trainable  # Their memory is the restored state's.
-      _refuse_other_run(checkpoint.read_host(store.directory), host, workdir)
+      run_lib.refuse_other_run(checkpoint.read_host(store.directory), host, workdir, _FREE_ON_RESUME)
       state, restored = store.restore(abstract)
       host = HostState(restored.documents, config.seed, resolved, host.revision, host.lineage)
     first_step = int(state.step)
@@ -255,7 +173,7 @@ def run(config: TrainConfig, workdir: str | Path) -> dict[str, float]:
         workdir, total_steps=config.num_steps, start_step=first_step,
         flops_per_token=transformer.num_flops_per_token(setup.model, config.data.length, 1.0 if config.lora.rank == 0 else 0.0),
         peak_flops=monitor.measure_matmul_peak(config.layout.compute_dtype) * jax.process_count()))
-    stopping = stack.enter_context(_stop_signal())
+    stopping = stack.enter_context(run_lib.stop_signal())
     loader = stack.enter_context(_loader(config, setup, host.documents))
     _LOG.info('%s: %d parameters, %d trained; mesh %s; step %d of %d.', setup.model.family, params_lib.count(state.trainable) +
                  params_lib.count(setup.frozen), params_lib.count(state.trainable), dict(setup.mesh.shape), first_step, config.num_steps)
@@ -317,7 +235,7 @@ class _Reporter:
         'data/truncated_documents': taken.num_truncated,
         'data/fill_fraction': taken.num_tokens / (data.rows * data.micro_batches * data.length)}, taken.num_tokens, finished_s)
     self._num_skipped = self._num_skipped + 1 if values['train/skipped_steps'] else 0
-    if self._num_skipped >= MAX_SKIPPED_IN_A_ROW:
+    if self._num_skipped >= run_lib.MAX_SKIPPED_IN_A_ROW:
       raise RuntimeError(f'{self._num_skipped} steps in a row up to step {step} had a gradient that is not finite and were skipped; '
                          f'lower optimizer.learning_rate={self._config.optimizer.learning_rate} or look at the data of these steps.')
 
@@ -360,33 +278,3 @@ def _loader(config: TrainConfig, setup: Setup, position: int, split: str = 'trai
       stream, lambda example: encode(example, setup.tokenizer, template), rows=data.rows, length=data.length,
       micro_batches=data.micro_batches if is_train else 1, host_rows=batching.host_rows(setup.place, data.rows), position=position,
       overlong=data.overlong, aggregation=data.aggregation if is_train else 'token_sum')
-
-
-def _refuse_other_run(stored: HostState, now: HostState, workdir: Path) -> None:
-  """Raise ValueError if the checkpoint belongs to another model, other data or another objective."""
-  changed = {key: values for key, values in config_lib.difference(now.config, stored.config).items()
-             if not key.startswith(_FREE_ON_RESUME)}
-  changed |= {f'lineage.{key}': values for key, values in config_lib.difference(now.lineage, dict(stored.lineage)).items()}
-  if changed:
-    shown = '; '.join(f'{key}: {old!r} there, {new!r} now' for key, (old, new) in list(changed.items())[:5])
-    raise ValueError(f'{workdir} holds a run that differs: {shown}. Use another --workdir, or the settings of that run.')
-
-
-@contextlib.contextmanager
-def _stop_signal() -> Iterator[Callable[[], bool]]:
-  """Give a function that says, equally on all hosts, whether SIGTERM has asked to save and stop."""
-  received = []
-  try:
-    previous = signal.signal(signal.SIGTERM, lambda *_: received.append(True))
-  except ValueError as error:  # Only the main thread may handle signals.
-    raise RuntimeError('rl.train.run must be called from the main thread, where SIGTERM can be handled.') from error
-
-  def stopping() -> bool:
-    if jax.process_count() == 1:
-      return bool(received)
-    return bool(np.any(multihost_utils.process_allgather(np.array(bool(received)))))
-
-  try:
-    yield stopping
-  finally:
-    signal.signal(signal.SIGTERM, previous)

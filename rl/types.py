@@ -10,7 +10,11 @@ from flax import struct
 import jax
 import numpy as np
 
+from envs.core import Message, Outcome
+
 Params = Mapping[str, Any]
+# What a `Document` may say of each of its tokens; each is the field of `Batch` with _BT behind its name.
+PER_TOKEN = ('advantages', 'behavior_logprobs', 'old_logprobs', 'reference_logprobs')
 
 
 @dataclass(frozen=True)
@@ -21,18 +25,105 @@ class Document:
     tokens_T: int32 ids, prompt and reply together.
     loss_mask_T: bool, true where the token is to be learned. The mask belongs to the token itself, not to its predecessor.
     source: where it came from, as 'task:row', for error messages.
+    per_token: name of `PER_TOKEN` -> float32 [T]. Like the mask, a value belongs to the token itself; where nothing is to be learned it is
+      never read.
   """
   tokens_T: np.ndarray
   loss_mask_T: np.ndarray
   source: str = ''
+  per_token: Mapping[str, np.ndarray] = field(default_factory=dict)
 
   def __post_init__(self):
-    if self.tokens_T.ndim != 1 or self.tokens_T.dtype != np.int32:
-      raise ValueError(f'{self.source}: tokens_T must be one-dimensional int32, got {self.tokens_T.dtype}{self.tokens_T.shape}.')
-    if self.loss_mask_T.shape != self.tokens_T.shape or self.loss_mask_T.dtype != np.bool_:
-      raise ValueError(
-          f'{self.source}: loss_mask_T must be bool{self.tokens_T.shape} like tokens_T, '
-          f'got {self.loss_mask_T.dtype}{self.loss_mask_T.shape}.')
+    _check_arrays(self.source, self.tokens_T, loss_mask_T=(self.loss_mask_T, np.bool_))
+    unknown = sorted(set(self.per_token) - set(PER_TOKEN))
+    if unknown:
+      raise ValueError(f'{self.source}: per_token has the unknown names {unknown}; use some of {", ".join(PER_TOKEN)}.')
+    _check_arrays(self.source, self.tokens_T, **{f'per_token[{name!r}]': (array, np.float32) for name, array in self.per_token.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectory:
+  """One episode as it was sampled, tokens and all; the unit of reinforcement learning.
+
+  Attributes:
+    tokens_T: int32 ids of the whole conversation, in the order the policy saw and wrote them.
+    loss_mask_T: bool, true exactly where the policy sampled the token; false for prompts, tools' results and what a template adds.
+    behavior_logprobs_T: float32 nats, of the sampled tokens under the policy that sampled them, at temperature 1 over the whole vocabulary;
+      NaN elsewhere, so that a wrong use is loud.
+    versions_T: int32, of the weights that sampled each token; -1 elsewhere.
+    reward: of the episode, None exactly where the outcome is invalid (the infrastructure's failure, never 0).
+    parts: named scores behind the reward.
+    outcome: how the episode ended.
+    terminated, truncated: as in Gymnasium.
+    num_turns, num_tool_calls, num_tool_errors: the policy's messages, its calls, and those of them answered by an error.
+    problem_id, domain, level: of the problem.
+    group: number of the group in the run; its samples are compared with each other.
+    sample: number in the group.
+    timing_s: phase -> seconds.
+    messages: the conversation for people and logs.
+    reason: the verifier's, or what failed.
+  """
+  tokens_T: np.ndarray
+  loss_mask_T: np.ndarray
+  behavior_logprobs_T: np.ndarray
+  versions_T: np.ndarray
+  reward: float | None
+  outcome: Outcome
+  problem_id: str
+  domain: str
+  level: int
+  group: int
+  sample: int
+  terminated: bool
+  truncated: bool
+  num_turns: int
+  num_tool_calls: int = 0
+  num_tool_errors: int = 0
+  parts: Mapping[str, float] = field(default_factory=dict)
+  timing_s: Mapping[str, float] = field(default_factory=dict)
+  messages: tuple[Message, ...] = ()
+  reason: str = ''
+
+  def __post_init__(self):
+    _check_arrays(self.source, self.tokens_T, loss_mask_T=(self.loss_mask_T, np.bool_),
+                  behavior_logprobs_T=(self.behavior_logprobs_T, np.float32), versions_T=(self.versions_T, np.int32))
+    for name, known in (('behavior_logprobs_T', np.isfinite(self.behavior_logprobs_T)), ('versions_T', self.versions_T >= 0)):
+      wrong = np.flatnonzero(known != self.loss_mask_T)
+      if wrong.size:
+        raise ValueError(f'{self.source}: {name}[{wrong[0]}]={getattr(self, name)[wrong[0]]} where loss_mask_T is '
+                         f'{self.loss_mask_T[wrong[0]]}; it must be known exactly where the policy sampled the token, and else NaN or -1.')
+    if self.outcome not in list(Outcome):
+      raise ValueError(f'{self.source}: outcome={self.outcome!r} is unknown; use one of {", ".join(Outcome)}.')
+    if (self.reward is not None) != self.is_valid:
+      raise ValueError(f'{self.source}: reward={self.reward} with outcome={self.outcome!r}; a reward is None exactly where the outcome is '
+                       'not the policy\'s doing.')
+    if self.reward is not None and not np.isfinite(self.reward):
+      raise ValueError(f'{self.source}: reward={self.reward} must be finite.')
+
+  @property
+  def source(self) -> str:
+    return f'{self.problem_id}#{self.group}.{self.sample}'
+
+  @property
+  def is_valid(self) -> bool:
+    return Outcome(self.outcome).is_valid
+
+
+@dataclass(frozen=True)
+class Group:
+  """The samples of one problem that are compared with each other.
+
+  Attributes:
+    problem_id: of the problem.
+    trajectories: valid and invalid ones.
+  """
+  problem_id: str
+  trajectories: tuple[Trajectory, ...]
+
+  def __post_init__(self):
+    others = sorted({trajectory.problem_id for trajectory in self.trajectories} - {self.problem_id})
+    if others:
+      raise ValueError(f'Group of {self.problem_id} holds trajectories of {", ".join(others)}; a group has one problem.')
 
 
 @struct.dataclass
@@ -42,12 +133,27 @@ class Batch:
   A row holds several documents one after the other. `segment_ids_BT` numbers them from 1 within the row; 0 is padding, and nothing else
   marks padding. `targets_BT` is the token to be predicted at each place, explicit because under some layouts the next column is not the
   next token. `loss_weight_BT` carries mask, aggregation and the denominator of the whole optimizer step: the loss is a plain weighted sum.
+
+  What only some losses need is None elsewhere, never zeros. Such a value stands, like the weight, at the place that predicts its token, and
+  is 0 where the weight is 0. A logprob says whose it is: `behavior` sampled the token, `old` is the policy before this batch as the learner
+  computes it, `reference` is what the policy is held close to.
   """
   tokens_BT: jax.Array
   targets_BT: jax.Array
   positions_BT: jax.Array
   segment_ids_BT: jax.Array
   loss_weight_BT: jax.Array
+  advantages_BT: jax.Array | None = None
+  behavior_logprobs_BT: jax.Array | None = None
+  old_logprobs_BT: jax.Array | None = None
+  reference_logprobs_BT: jax.Array | None = None
+
+
+@struct.dataclass
+class Scores:
+  """What a model says of a batch's targets: logprobs and the entropy of the whole distribution, float32 nats; 0 where the weight is 0."""
+  logprobs_BT: jax.Array
+  entropy_BT: jax.Array
 
 
 @struct.dataclass
@@ -68,9 +174,19 @@ class HostState:
     config: the resolved configuration as plain JSON.
     revision: code revision, '' outside a checkout.
     lineage: model source and data fingerprints.
+    progress: of reinforcement learning: the curriculum, its frontier of problems, and the ledger.
   """
   documents: int
   seed: int
   config: Mapping[str, Any]
   revision: str = ''
   lineage: Mapping[str, Any] = field(default_factory=dict)
+  progress: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _check_arrays(source: str, tokens_T: np.ndarray, **arrays: tuple[np.ndarray, type]) -> None:
+  if tokens_T.ndim != 1 or tokens_T.dtype != np.int32:
+    raise ValueError(f'{source}: tokens_T must be one-dimensional int32, got {tokens_T.dtype}{tokens_T.shape}.')
+  for name, (array, dtype) in arrays.items():
+    if array.shape != tokens_T.shape or array.dtype != dtype:
+      raise ValueError(f'{source}: {name} must be {np.dtype(dtype)}{tokens_T.shape} like tokens_T, got {array.dtype}{array.shape}.')

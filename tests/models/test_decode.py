@@ -204,10 +204,14 @@ def gemma3():
   return config, mesh, decode.decode_params(make_params(config, mesh, LAYOUT), config, LAYOUT, mesh)
 
 
+def nothing_given(num_steps, num_slots=4):
+  return np.full((num_steps, num_slots), -1, np.int32), np.full(num_slots, -1, np.int32)
+
+
 def decode_many(model, state, num_steps=6, stop_ids=(-1,)):
   config, mesh, params = model
   with jax.set_mesh(mesh):
-    state, steps = decode.decode_many(params, state, np.array(stop_ids, np.int32), num_steps, config, LAYOUT)
+    state, steps = decode.decode_many(params, state, *nothing_given(num_steps), np.array(stop_ids, np.int32), config, LAYOUT)
   return state, jax.device_get(steps)
 
 
@@ -310,7 +314,7 @@ def test_a_step_writes_nothing_large_but_the_cache_and_that_once(dtype, rows, ti
   state = decode.empty_state(config, layout, mesh, rows, 128)
   assert min(leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim > 1) == 4096
   with jax.set_mesh(mesh):
-    hlo = decode.decode_many.lower(params, state, np.array([-1], np.int32), 2, config, layout).compile().as_text()
+    hlo = decode.decode_many.lower(params, state, *nothing_given(2, rows), np.array([-1], np.int32), config, layout).compile().as_text()
   assert big_results(hlo, 4096) == [f'f32[{rows},1,128,64]'] * 2 * config.num_layers
 
 
@@ -325,7 +329,8 @@ def test_every_process_compiles_the_same_program():
     params = decode.decode_params(params_lib.init(transformer.declare(config), 0, mesh, layout), config, layout, mesh)
     state = decode.empty_state(config, layout, mesh, 4, 16)
     with jax.set_mesh(mesh):
-      print(decode.decode_many.lower(params, state, np.array([-1], np.int32), 2, config, layout).as_text())
+      print(decode.decode_many.lower(params, state, np.full((2, 4), -1, np.int32), np.full(4, -1, np.int32), np.array([-1], np.int32),
+                                     config, layout).as_text())
   """
   root = Path(__file__).parents[2]
   processes = [subprocess.Popen([sys.executable, '-c', program], cwd=root, stdout=subprocess.PIPE, text=True,

@@ -144,12 +144,12 @@ def test_samples_of_a_prompt_share_its_prefill(engine, monkeypatch):
 
 def test_prompts_are_prefilled_in_few_shapes(monkeypatch):
   shapes = record_prefills(monkeypatch)
-  engine = make_engine(num_slots=7)
+  engine = make_engine(num_slots=7, prefill_chunk=64)
   rng = np.random.default_rng(1)
-  # Six lengths up to a chunk of 16 and one beyond; the last tokens are read by decoding.
+  # The last tokens are read by decoding. Shapes hold 64 tokens whatever the number of prompts.
   requests = [Request(length, rng.integers(0, 96, length), Sampling(), 2, 0) for length in (3, 17, 5, 9, 18, 2, 16)]
   assert len(run(engine, requests)) == 7
-  assert shapes == [(4, 16), (1, 16), (1, 16), (1, 32)]
+  assert shapes == [(4, 16), (4, 16), (2, 32)]
 
 
 def test_low_precision_gets_the_rows_it_wants():
@@ -162,9 +162,104 @@ def test_low_precision_gets_the_rows_it_wants():
 def test_an_iterator_closed_early_gives_its_slots_back(engine, reference):
   iterator = engine.generate(make_requests(), (STOP,))
   next(iterator)
-  with pytest.raises(RuntimeError, match='still generating for . requests of an earlier call; use that iterator up, or close it'):
+  with pytest.raises(RuntimeError, match='still has .* requests of an earlier call; use that iterator up, or close it'):
     next(engine.generate(make_requests()))
   iterator.close()
+  check_equal(run(engine, make_requests()), reference)
+
+
+def converse(engine, delays, turns=((7, 3), (1, 4), (13, 5))):
+  """Run conversations of several turns side by side; conversation i waits `delays[i]` launches before each of its turns."""
+  rng = np.random.default_rng(2)
+  given = {name: [rng.integers(0, 96, length).astype(np.int32) for length, _ in turns] for name in range(len(delays))}
+  parts = {name: [] for name in given}
+  engine.stop_at((STOP,))
+  for name, (first, *_) in given.items():
+    engine.submit(Request(name, first, Sampling(), turns[0][1], name, holds=True))
+  waiting = {}
+  while engine.is_busy or waiting:
+    for completion in engine.step():
+      parts[completion.id].append(completion)
+      waiting[completion.id] = delays[completion.id]
+    for name in [name for name, left in waiting.items() if left == 0]:
+      turn = len(parts[name])
+      if turn < len(turns):
+        engine.extend(name, given[name][turn], turns[turn][1])
+      else:
+        engine.release(name)
+      del waiting[name]
+    waiting = {name: left - 1 for name, left in waiting.items()}
+  return given, parts
+
+
+def test_a_conversation_goes_on_in_its_slot(engine):
+  """Each turn is what a new request with the whole conversation as its prompt yields."""
+  given, parts = converse(engine, [0, 2, 1])
+  for name, completions in parts.items():
+    prompt = given[name][0]
+    for turn, completion in enumerate(completions):
+      alone = run(engine, [Request('alone', prompt, Sampling(), len(completion.tokens_T), name)])['alone']
+      np.testing.assert_array_equal(completion.tokens_T, alone.tokens_T)
+      np.testing.assert_allclose(completion.raw_logprobs_T, alone.raw_logprobs_T, atol=1e-5)
+      prompt = np.concatenate([prompt, completion.tokens_T, *given[name][turn + 1:turn + 2]])
+  assert [len(completions) for completions in parts.values()] == [3, 3, 3]
+
+
+def test_when_a_conversation_goes_on_changes_no_bit(engine):
+  _, at_once = converse(engine, [0, 0, 0, 0, 0, 0])
+  _, late = converse(engine, [3, 0, 1, 5, 2, 4])
+  for name, completions in at_once.items():
+    for one, other in zip(completions, late[name], strict=True):
+      np.testing.assert_array_equal(one.tokens_T, other.tokens_T)
+      np.testing.assert_array_equal(one.raw_logprobs_T, other.raw_logprobs_T)
+
+
+def test_tokens_say_which_parameters_drew_them():
+  mesh = make_mesh()
+  engine = make_engine(mesh=mesh)
+  other = decode.decode_params(params_lib.init(transformer.declare(CONFIG), 1, mesh, LAYOUT), CONFIG, engine.layout, mesh)
+  engine.submit(Request('a', np.array([5, 6]), Sampling(temperature=0.0), 8, 0))
+  assert not engine.step()
+  engine.update(other, 7)
+  completion, = engine.step()
+  assert completion.versions_T.tolist() == [0] * 4 + [7] * 4
+  prompt = np.concatenate([[5, 6], completion.tokens_T[:4]])
+  engine.submit(Request('b', prompt, Sampling(temperature=0.0), 4, 0))
+  completion, = engine.step()
+  # A new request is computed with the new parameters alone: nothing of the old cache is left.
+  fresh = make_engine(mesh=mesh, params=params_lib.init(transformer.declare(CONFIG), 1, mesh, LAYOUT))
+  alone = run(fresh, [Request('b', prompt, Sampling(temperature=0.0), 4, 0)])['b']
+  np.testing.assert_array_equal(completion.raw_logprobs_T, alone.raw_logprobs_T)
+  assert completion.versions_T.tolist() == [7] * 4
+
+
+def test_extending_what_is_not_held(engine):
+  engine.submit(Request('a', np.array([5, 6]), Sampling(), 2, 0, holds=True))
+  with pytest.raises(ValueError, match="Request 'a' holds no slot; only a finished request submitted with holds=True does"):
+    engine.extend('a', np.array([1]), 2)
+  engine.step()
+  with pytest.raises(ValueError, match="Request 'a': 44 prompt tokens and max_new_tokens=5 make 49"):
+    engine.extend('a', np.ones(40, np.int32), 5)
+  with pytest.raises(ValueError, match='token 96 at 0 is not one of the 96 ids'):
+    engine.extend('a', np.array([96]), 2)
+  assert not engine.is_busy
+  engine.release('a')
+  with pytest.raises(ValueError, match="Request 'a' is neither queued nor in a slot"):
+    engine.release('a')
+
+
+def test_a_released_request_leaves_no_trace(engine, reference):
+  for request in make_requests():
+    engine.submit(request)
+  engine.stop_at((STOP,))
+  engine.step()
+  for request in make_requests()[2:]:
+    engine.release(request.id)  # Two of them run, the others wait.
+  completions = {}
+  while engine.is_busy:
+    completions |= {completion.id: completion for completion in engine.step()}
+  check_equal(completions, {name: reference[name] for name in ('r0', 'r1') if name in completions})
+  assert set(completions) <= {'r0', 'r1'}
   check_equal(run(engine, make_requests()), reference)
 
 
@@ -192,7 +287,7 @@ def changed(**fields):
      "Request 'q': 45 prompt tokens and max_new_tokens=4 make 49, but engine.max_length=48; shorten the prompt"),
     (changed(seed=2**32), ValueError, "Request 'q': seed=4294967296 must be from 0 to 2**32 - 1."),
     (changed(sampling=Sampling(top_p=2.0)), ValueError, "Request 'q': sampling.top_p=2.0 must be above 0"),
-    (changed(id='r0'), ValueError, "Two requests have the id 'r0'; ids must be unique"),
+    (changed(id='r0'), ValueError, "Request 'r0' is already queued or in a slot; ids must be unique"),
 ])
 def test_bad_requests_are_refused_before_any_work(engine, monkeypatch, request_, error, message):
   monkeypatch.setattr(decode, 'prefill', None)

@@ -35,13 +35,15 @@ def documents(count=12, seed=0):
 
 
 @functools.cache
-def setting(name, rank=0):
-  """Return (mesh, layout, learner, trainable, frozen) on a mesh."""
+def setting(name, rank=0, policy=None):
+  """Return (mesh, layout, learner, trainable, frozen) on a mesh; with settings of a policy loss, the learner minimizes that."""
   sizes = MESHES[name]
   mesh = sharding.make_mesh(devices=jax.devices()[:int(np.prod(list(sizes.values()) or [1]))], **sizes)
   layout = params_lib.replicate_indivisible(sharding.TRAIN, mesh, CONFIG.num_kv_heads)
   config = optimizer_lib.OptimizerConfig(learning_rate=1e-3, schedule='constant', weight_decay=0.1)
-  learner = learner_lib.build(CONFIG, layout, mesh, optimizer_lib.build(config, 10), optimizer_lib.schedule(config, 10), full=rank == 0)
+  loss = learner_lib.supervised_loss if policy is None else learner_lib.policy_loss(policy)
+  learner = learner_lib.build(CONFIG, layout, mesh, optimizer_lib.build(config, 10), optimizer_lib.schedule(config, 10), full=rank == 0,
+                              loss=loss)
   specs = transformer.declare(CONFIG)
   tree = params_lib.init(specs, 0, mesh, layout)
   if rank:
@@ -106,7 +108,8 @@ def test_aggregations_do_not_depend_on_the_split_either(aggregation):
 
 def batch_for(name, docs=None):
   mesh, layout = setting(name)[:2]
-  return batching.to_global(batching.pack(docs or documents(), 4, LENGTH), jax.NamedSharding(mesh, layout.spec('batch', 'length')))
+  batch = batching.pack(docs or documents(), 4, LENGTH, aggregation='token_mean')
+  return batching.to_global(batch, jax.NamedSharding(mesh, layout.spec('batch', 'length')))
 
 
 def fresh(tree):
@@ -190,7 +193,7 @@ def test_changing_a_token_of_one_document_leaves_the_others_gradients():
   silent = dataclasses.replace(first, loss_mask_T=np.zeros_like(first.loss_mask_T))
   changed = dataclasses.replace(silent, tokens_T=(first.tokens_T + 1) % 96)
   place = jax.NamedSharding(mesh, layout.spec('batch', 'length'))
-  rows = [batching.pack_rows([[doc, second]] + [[]] * 3, LENGTH, denominator=1) for doc in (silent, changed)]
+  rows = [batching.pack_rows([[doc, second]] + [[]] * 3, LENGTH, denominator=1, aggregation='token_sum') for doc in (silent, changed)]
   grads = [learner.gradient(trainable, frozen, batching.to_global(batch, place))[0] for batch in rows]
   for (name, a), b in zip(params_lib.named_leaves(grads[0]), jax.tree.leaves(grads[1])):
     np.testing.assert_array_equal(a, b, err_msg=name)

@@ -1,0 +1,201 @@
+"""Policy losses through the learner: the same gradient however a step is split, scores, on-policy first updates, objectives that move."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from models import params as params_lib
+from rl import batching
+from rl import metrics as metrics_lib
+from rl.losses import PolicyLossConfig
+from rl.types import Document
+from tests.rl.test_learner import LENGTH, check_equal, fresh, setting
+
+# Bounds that some ratios of `documents` cross and some do not.
+LOSSES = {
+    'token': PolicyLossConfig(clip_low=0.2, clip_high=0.3, kl_coef=0.05),
+    'sequence': PolicyLossConfig(ratio='sequence', clip_low=0.05, clip_high=0.1, max_segments=4),
+}
+ON_POLICY = PolicyLossConfig(importance_cap=None)
+AGGREGATIONS = ('token_mean', 'sequence_mean', 'sequence_sum', 'constant', 'token_sum')
+
+
+def place(name):
+  mesh, layout = setting(name)[:2]
+  return jax.NamedSharding(mesh, layout.spec('batch', 'length'))
+
+
+def conversations(num=8, seed=0):
+  """Documents of one to three turns, each with what was given before it."""
+  rng = np.random.default_rng(seed)
+  made = []
+  for _ in range(num):
+    mask = [part for _ in range(int(rng.integers(1, 4))) for part in [False] * int(rng.integers(1, 3)) + [True] * int(rng.integers(1, 4))]
+    made.append(Document(rng.integers(0, 96, len(mask)).astype(np.int32), np.array(mask)))
+  return made
+
+
+@functools.cache
+def documents():
+  """Conversations with an advantage each, and with old, behavior and reference logprobs near those of the policy."""
+  rng, (_, _, learner, trainable, frozen) = np.random.default_rng(1), setting('one')
+  found = conversations()
+  batch = batching.pack_rows([[document] for document in found], LENGTH, denominator=1, aggregation='token_sum')
+  logprobs_BT = np.asarray(learner.score(trainable, frozen, batching.to_global(batch, place('one'))).logprobs_BT)
+  made = []
+  for row, document in enumerate(found):
+    own_T = np.concatenate([[0], logprobs_BT[row, :len(document.tokens_T) - 1]])
+
+    def near(size):
+      return np.where(document.loss_mask_T, own_T + rng.normal(0, size, own_T.shape), np.nan).astype(np.float32)
+
+    made.append(dataclasses.replace(document, per_token={
+        'advantages': np.full(own_T.shape, rng.normal(), np.float32), 'old_logprobs': near(0.3), 'behavior_logprobs': near(0.3),
+        'reference_logprobs': near(0.3)}))
+  return made
+
+
+def step_gradient(name, loss, micro_batches, packed, aggregation):
+  """The gradient of one optimizer step over `documents`: one a row, or two a row in rows spread over the micro-batches."""
+  _, _, learner, trainable, frozen = setting(name, policy=LOSSES[loss])
+  docs = documents()
+  denominator = batching.step_denominator(docs, aggregation, max_length=10)
+  rows = [docs[row // micro_batches::4] if row % micro_batches == 0 else [] for row in range(4 * micro_batches)]
+  if not packed:
+    rows = [[document] for document in docs]
+  batch = batching.pack_rows(rows, LENGTH, denominator=denominator, aggregation=aggregation)
+  total, metrics = None, None
+  for part in batching.micro_batches(batch, micro_batches):
+    grads, more = learner.gradient(trainable, frozen, batching.to_global(part, place(name)))
+    total = grads if total is None else learner.accumulate(total, grads)
+    metrics = more if metrics is None else metrics_lib.merge(metrics, more)
+  return jax.tree.map(np.asarray, total), metrics_lib.compute(metrics)
+
+
+@functools.cache
+def expected(loss, aggregation):
+  return step_gradient('one', loss, 1, True, aggregation)
+
+
+@pytest.mark.parametrize('packed', [True, False])
+@pytest.mark.parametrize('micro_batches', [1, 2, 4])
+@pytest.mark.parametrize('name', ['one', 'fsdp2', 'seq2'])
+@pytest.mark.parametrize('loss', LOSSES)
+def test_gradient_is_the_same_however_a_step_is_split(loss, name, micro_batches, packed):
+  for aggregation in AGGREGATIONS:
+    grads, metrics = step_gradient(name, loss, micro_batches, packed, aggregation)
+    wanted, wanted_metrics = expected(loss, aggregation)
+    check_equal(grads, wanted)
+    assert metrics.keys() == wanted_metrics.keys()
+    for key, value in wanted_metrics.items():
+      assert metrics[key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
+    assert 0 < metrics['policy/pg_clipfrac'] < 1
+
+
+def test_losses_and_aggregations_are_different_objectives():
+  found = [expected(loss, aggregation)[0]['norm'] for loss in LOSSES for aggregation in AGGREGATIONS]
+  for index, one in enumerate(found):
+    for other in found[:index]:
+      assert np.linalg.norm(one - other) > 1e-2 * min(np.linalg.norm(one), np.linalg.norm(other))
+
+
+def on_policy_batch(name='one', **fields):
+  """One micro-batch without old or reference logprobs."""
+  docs = [dataclasses.replace(document, per_token={key: document.per_token[key] for key in ('advantages', 'behavior_logprobs')})
+          for document in documents()]
+  batch, = batching.pack_step(docs, 4, LENGTH, aggregation='token_mean')
+  return batching.to_global(batch, place(name)).replace(**fields)
+
+
+def test_first_update_of_an_on_policy_batch_has_no_kl_and_ratios_of_one():
+  _, _, learner, trainable, frozen = setting('one', policy=ON_POLICY)
+  batch = on_policy_batch()
+  scores = learner.score(trainable, frozen, batch)
+  sampled = np.asarray(batch.loss_weight_BT) != 0
+  grads = {}
+  for case, fields, bound in (('implied', {}, 0), ('scored', {'old_logprobs_BT': scores.logprobs_BT}, 1e-6)):
+    exact = batch.replace(behavior_logprobs_BT=scores.logprobs_BT, **fields)
+    grads[case], metrics = learner.gradient(trainable, frozen, exact)
+    metrics = metrics_lib.compute(metrics)
+    assert abs(metrics['policy/ppo_kl']) <= bound and metrics['policy/pg_clipfrac'] == 0
+    for key in ('policy/probs_ratio_min', 'policy/probs_ratio_max', 'mismatch/importance_mean', 'mismatch/importance_max', 'mismatch/ess'):
+      assert metrics[key] == pytest.approx(1, abs=1e-5), key
+    assert metrics['mismatch/logprob_abs_diff_max'] < 1e-5
+    assert metrics['train/target_tokens'] == sampled.sum()
+    assert metrics['policy/entropy'] == pytest.approx(np.asarray(scores.entropy_BT)[sampled].mean(), rel=1e-5)
+    assert metrics['train/loss'] == pytest.approx(-float((batch.loss_weight_BT * batch.advantages_BT).sum()), rel=1e-5)
+  check_equal(jax.tree.map(np.asarray, grads['scored']), jax.tree.map(np.asarray, grads['implied']))
+
+
+def test_scores_are_zero_where_nothing_is_learned():
+  _, _, learner, trainable, frozen = setting('one')
+  batch = on_policy_batch()
+  for scores_BT in jax.tree.leaves(learner.score(trainable, frozen, batch)):
+    np.testing.assert_array_equal(np.asarray(scores_BT) != 0, np.asarray(batch.loss_weight_BT) != 0)
+
+
+def test_the_reference_of_a_lora_run_is_its_frozen_base():
+  _, _, learner, trainable, frozen = setting('fsdp2', 4, ON_POLICY)
+  _, _, full, base, nothing = setting('fsdp2')
+  batch = on_policy_batch('fsdp2')
+  wanted = full.score(base, nothing, batch)
+  moved = jax.tree.map(lambda leaf: leaf + 0.1, trainable)
+  for got, want in zip(jax.tree.leaves(learner.score(None, frozen, batch)), jax.tree.leaves(wanted)):
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+  difference = np.abs(np.asarray(learner.score(moved, frozen, batch).logprobs_BT) - np.asarray(wanted.logprobs_BT))
+  assert difference.max() > 1e-2
+  with pytest.raises(ValueError, match='trainable=None scores the frozen base of adapters, and a full run has none'):
+    full.score(None, nothing, batch)
+
+
+def test_updates_follow_the_advantages_and_compile_once():
+  _, _, learner, trainable, frozen = setting('fsdp2', 4, ON_POLICY)
+  batch = on_policy_batch('fsdp2')
+  empty = batch.replace(loss_weight_BT=batch.loss_weight_BT * 0)
+  before = learner.score(trainable, frozen, batch).logprobs_BT
+  state, compiled = learner.init(fresh(trainable)), None
+  for step in range(6):
+    state, metrics = learner.update(state, frozen, [batch] + [empty] * (step % 3))
+    compiled = learner.num_compiled() if step == 0 else compiled
+  assert learner.num_compiled() == compiled and compiled['gradient'] == compiled['apply_to_params'] == 1
+  gain = np.asarray(batch.advantages_BT * (learner.score(state.trainable, frozen, batch).logprobs_BT - before))
+  assert gain.sum() > 0.1
+  values = metrics_lib.compute(metrics)
+  assert values['train/grad_norm'] > 0 and values['policy/pg_loss'] == values['train/loss']
+
+
+def moved_by(config, batch, steps=5):
+  """Return the parameters after a few updates of the shared adapters, their learner and the frozen rest."""
+  _, _, learner, trainable, frozen = setting('one', 4, config)
+  state = learner.init(fresh(trainable))
+  for _ in range(steps):
+    state, _ = learner.update(state, frozen, [batch])
+  return state.trainable, learner, frozen
+
+
+def test_no_advantage_no_gradient_and_the_bonus_raises_the_entropy():
+  batch = on_policy_batch()
+  batch = batch.replace(advantages_BT=batch.advantages_BT * 0)
+  _, _, learner, trainable, frozen = setting('one', 4, ON_POLICY)
+  for path, grad in params_lib.named_leaves(learner.gradient(trainable, frozen, batch)[0]):
+    assert not np.any(grad), path
+  bonus = dataclasses.replace(ON_POLICY, entropy_coef=1.0)
+  after, learner, frozen = moved_by(bonus, batch)
+  sampled = np.asarray(batch.loss_weight_BT) != 0
+  entropies = [np.asarray(learner.score(tree, frozen, batch).entropy_BT)[sampled].mean() for tree in (trainable, after)]
+  assert entropies[1] > entropies[0] + 1e-3
+
+
+@pytest.mark.parametrize('estimator', ['k2', 'k3'])
+def test_the_kl_term_pulls_towards_the_reference(estimator):
+  _, _, learner, trainable, frozen = setting('one', 4, ON_POLICY)
+  batch = on_policy_batch()
+  away = jax.tree.map(lambda leaf: leaf + 0.05, trainable)
+  reference = learner.score(away, frozen, batch).logprobs_BT
+  batch = batch.replace(advantages_BT=batch.advantages_BT * 0, reference_logprobs_BT=reference)
+  after, learner, frozen = moved_by(dataclasses.replace(ON_POLICY, kl_coef=1.0, kl_estimator=estimator), batch)
+  kl = [metrics_lib.compute(learner.evaluate(tree, frozen, batch))['policy/reference_kl_k3'] for tree in (trainable, after)]
+  assert kl[1] < 0.8 * kl[0]
