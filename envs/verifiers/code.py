@@ -60,8 +60,7 @@ class CodeVerifier:
   `Problem.answer` is {'entry': function name, 'cases': [[args, expected], ...]} with values as `code_worker.encode` writes them, or, for
   programs that read standard input, {'cases': [[stdin, stdout], ...]}. Values must have the type of what is expected: True is not 1, 1.0 is
   not 1, a tuple is not a list; a float where a float is expected may be off by 1e-6 of it. With 'is_by_value': True in the answer, for
-  data whose own tests are so, True and 1.0 are 1. Printed text is compared line by line without
-  trailing white space.
+  data whose own tests are so, True and 1.0 are 1. Printed text is compared line by line without trailing white space.
 
   Attributes:
     sandbox: where submissions run; None takes the process's own, started at the first use.
@@ -82,6 +81,8 @@ class CodeVerifier:
 
   def verify(self, problem: Problem, reply: str) -> Verdict:
     """Return the verdict, with the share of right cases as parts['cases_fraction']."""
+    if not isinstance(reply, str):
+      return _refuse(Reason.BAD_FORMAT, 'the reply is not text.')
     code, entry = extract(reply), problem.answer.get('entry')
     if not code or not code.strip() or (entry and entry not in code):
       return _refuse(Reason.NO_ANSWER, 'no complete fenced block of Python' + (f' that defines {entry}.' if entry else '.'))

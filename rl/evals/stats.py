@@ -38,6 +38,26 @@ def proportion(successes: int, trials: int) -> Estimate:
   return Estimate(rate, max(center - half, 0.0), min(center + half, 1.0))
 
 
+def paired_difference(gained: int, lost: int, pairs: int) -> Estimate:
+  """Estimate the difference of two success rates over the same trials, with the adjusted interval of Bonett and Price (JEBS 37(4), 2012).
+
+  Pairs that agree say nothing of a difference, so the interval is narrower than that of two independent samples.
+
+  Args:
+    gained: trials with success only the second time.
+    lost: trials with success only the first time.
+    pairs: all trials.
+
+  Raises:
+    ValueError: no pairs, or more that changed than there are.
+  """
+  if pairs < 1 or min(gained, lost) < 0 or gained + lost > pairs:
+    raise ValueError(f'gained={gained} and lost={lost} of pairs={pairs}: pairs must be positive and at least as many as those that changed.')
+  up, down = (gained + 1) / (pairs + 2), (lost + 1) / (pairs + 2)
+  half = Z_95 * math.sqrt((up + down - (up - down) ** 2) / (pairs + 2))
+  return Estimate((gained - lost) / pairs, max(up - down - half, -1.0), min(up - down + half, 1.0))
+
+
 def ratio_of_sums(totals: Sequence[float], weights: Sequence[float]) -> Estimate:
   """Estimate sum(totals) / sum(weights) over independent clusters, such as nats over tokens of documents.
 

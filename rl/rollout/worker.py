@@ -228,7 +228,7 @@ class Worker:
       self._timing.decode_s += time.monotonic() - start_s
     elif self._calls:
       start_s = time.monotonic()
-      deadline_s = min(episode.deadline_s for episode in self._calls.values())
+      deadline_s = min(min(episode.deadline_s, episode.group.deadline_s) for episode in self._calls.values())
       with contextlib.suppress(queue.Empty):
         self._on_result(*self._results.get(timeout=max(deadline_s - start_s, 0.0)))
       self._timing.environment_s += time.monotonic() - start_s
@@ -263,8 +263,7 @@ class Worker:
     room = self._config.max_length - len(episode.ids)
     if room < 1:
       # It will be as long at every attempt.
-      episode.attempt = self._config.max_attempts
-      self._finish(episode, Outcome.ENV_ERROR, None, detail=f'The prompt has {len(episode.ids)} tokens, rollout.max_length is '
+      self._finish(episode, Outcome.ENV_ERROR, None, is_final=True, detail=f'The prompt has {len(episode.ids)} tokens, rollout.max_length is '
                    f'{self._config.max_length}; raise it, or leave such problems out.')
       return
     self._submit(episode)
@@ -306,16 +305,15 @@ class Worker:
       self._engine.extend(episode.key, given_T, min(self._config.max_new_tokens, room))
 
   def _finish(self, episode: _Episode, outcome: Outcome, reward: float | None, *, info: Mapping[str, Any] | None = None,
-              terminated: bool = False, truncated: bool = False, detail: str = '') -> None:
-    """Make the episode's trajectory, and issue its sample again if it is not the policy that failed."""
+              terminated: bool = False, truncated: bool = False, detail: str = '', is_final: bool = False) -> None:
+    """Make the episode's trajectory, or issue its sample again if it is not the policy that failed and that `is_final`."""
     group = episode.group
-    if self._live.pop(episode.key, None) is None:
-      return
+    del self._live[episode.key]
     self._leave(episode)
     is_valid = reward is not None
     if not is_valid:
       self._ledger.dropped[str(outcome)] += 1
-    if not is_valid and outcome != Outcome.CANCELLED and episode.attempt + 1 < self._config.max_attempts:
+    if not is_valid and not is_final and episode.attempt + 1 < self._config.max_attempts:
       self._waiting.appendleft(_Episode(group, episode.sample, episode.attempt + 1))
       return
     group.open.discard(episode.sample)
@@ -350,7 +348,7 @@ class Worker:
     if late:
       self._calls = {token: episode for token, episode in self._calls.items() if id(episode.group) not in late}
       for episode in [episode for episode in self._live.values() if id(episode.group) in late]:
-        self._finish(episode, Outcome.CANCELLED, None, detail=f'The group took longer than {self._config.group_timeout_s} s.')
+        self._finish(episode, Outcome.CANCELLED, None, detail=f'The group took longer than {self._config.group_timeout_s} s.', is_final=True)
       for group in groups:
         if id(group) in late:
           group.open.clear()
@@ -359,7 +357,7 @@ class Worker:
     self._waiting.clear()
     self._calls.clear()
     for episode in list(self._live.values()):
-      self._finish(episode, Outcome.CANCELLED, None, detail='The collection was abandoned.')
+      self._finish(episode, Outcome.CANCELLED, None, detail='The collection was abandoned.', is_final=True)
 
 
 def _close(env: gymnasium.Env) -> None:

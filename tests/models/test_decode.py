@@ -134,7 +134,7 @@ def test_kv_heads_that_do_not_divide_over_tensor():
   check_against_forward(params, config, layout, split, make_tokens(config), wanted)
 
 
-def test_lora_is_merged():
+def test_adapters_decode_as_they_train():
   config, mesh = tiny.config(), make_mesh('data x tensor')
   attached = lora.attach(make_params(config, mesh, sharding.TRAIN), transformer.declare(config), rank=3, alpha=6.0,
                          targets=('q', 'o', 'down'), rank_stabilized=False, seed=0, mesh=mesh, layout=sharding.TRAIN)

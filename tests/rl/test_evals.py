@@ -23,6 +23,28 @@ def test_no_proportion(successes, trials):
     stats.proportion(successes, trials)
 
 
+def test_paired_difference_by_hand_and_coverage():
+  # 3 gained and 1 lost of 9: 4/11 and 2/11; half 1.96 sqrt((6/11 - 4/121) / 11) = 0.42301 around 2/11.
+  estimate = stats.paired_difference(3, 1, 9)
+  assert estimate == pytest.approx((2 / 9, 2 / 11 - 0.42301, 2 / 11 + 0.42301), abs=1e-5)
+  assert stats.paired_difference(1, 3, 9) == pytest.approx((-2 / 9, -2 / 11 - 0.42301, 0.42301 - 2 / 11), abs=1e-5)
+  assert stats.paired_difference(0, 50, 50).low == -1 and stats.paired_difference(50, 0, 50).high == 1
+  # Rates of 0.5 and 0.3 over problems that share their difficulty: two independent intervals would be far too wide.
+  rng = np.random.default_rng(0)
+  found = []
+  for _ in range(1000):
+    difficulty = rng.random(60)
+    first, second = difficulty < 0.3, difficulty < 0.5
+    found.append(stats.paired_difference(int((second & ~first).sum()), int((first & ~second).sum()), 60))
+  assert 0.92 < np.mean([one.low <= 0.2 <= one.high for one in found]) < 0.99
+
+
+@pytest.mark.parametrize('gained, lost, pairs', [(0, 0, 0), (3, 2, 4), (-1, 0, 4)])
+def test_no_paired_difference(gained, lost, pairs):
+  with pytest.raises(ValueError, match=f'gained={gained} and lost={lost} of pairs={pairs}: pairs must be positive'):
+    stats.paired_difference(gained, lost, pairs)
+
+
 def test_ratio_of_sums_by_hand_and_coverage():
   estimate = stats.ratio_of_sums([2.0, 6.0], [2.0, 2.0])
   # Value 2; residuals -2 and 2; error sqrt(2/1 * 8) / 4 = 1.
