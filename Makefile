@@ -14,7 +14,7 @@ $(VENV)/.installed: setup.py
 	@touch $@
 
 $(VENV)/.installed-test: setup.py
-	@bash launch/setup.sh "$(PYTHON)" "$(VENV)" gemma,peers,dev
+	@bash launch/setup.sh "$(PYTHON)" "$(VENV)" gemma,math,peers,dev
 	@touch $@ $(VENV)/.installed
 
 quickstart: setup

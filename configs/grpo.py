@@ -1,6 +1,6 @@
-"""Reinforcement learning with verifiable rewards; the variants of GRPO are settings.
+r"""Reinforcement learning with verifiable rewards; the variants of GRPO are settings.
 
-python -m launch.train --config=configs/grpo.py:variant=dapo --config.model.path=MODEL \\
+python -m launch.train --config=configs/grpo.py:variant=dapo --config.model.path=MODEL \
     --config.domains="{'word_problems/generated': {'levels': (1, 2)}}" --workdir=runs/grpo
 """
 

@@ -68,10 +68,8 @@ class PythonTool:
     if len(data) > _MAX_CODE_BYTES:
       raise ToolError(f'the code has {len(data)} bytes, {_MAX_CODE_BYTES} are allowed.')
     with self._call_lock:
-      session, is_new = self._open()
+      session = self._open()
       try:
-        if is_new:
-          self._ask(session, b'', _START_S)  # a slow start is not the policy's time
         return clip(self._ask(session, data, self._timeout_s), self._max_chars)
       except client.SessionEnded as end:
         self._drop(session)
@@ -85,20 +83,25 @@ class PythonTool:
         self._session.close()
         self._session = None
 
-  def _open(self) -> tuple[client.Session, bool]:
-    """Return (the session, whether it is a new one)."""
+  def _open(self) -> client.Session:
+    """Return the session, with its interpreter running."""
     with self._state_lock:
       if self._is_closed:
         raise EnvironmentFailure('the python tool was called after it was closed.')
       if self._session is not None:
-        return self._session, False
+        return self._session
     session = (self._sandbox or client.shared()).open(_ARGV, limits=self._limits)
+    try:
+      self._ask(session, b'', _START_S)  # how long a start takes is not the policy's doing
+    except client.SessionEnded as end:
+      session.close()
+      raise EnvironmentFailure(f'the interpreter of the python tool did not start: {end.reason}, {end.result.stderr[-500:]}') from end
     with self._state_lock:
       if self._is_closed:
         session.close()
         raise EnvironmentFailure('the python tool was closed while it started.')
       self._session = session
-    return session, True
+    return session
 
   def _drop(self, session: client.Session) -> None:
     session.close()

@@ -1,7 +1,7 @@
 """Worker processes that can be killed: for library code that may hang, blow up or crash on text that a policy wrote.
 
-A `WorkerPool` calls one function in plain subprocesses over pipes, one JSON line each way, with a hard deadline: a call that is late has its
-process group killed and reaped, and the next call gets a fresh worker. A slow call is the doing of whoever wrote the payload
+A `WorkerPool` calls one function in plain subprocesses over pipes, one JSON line each way, with a hard deadline: a call that is late has
+its process group killed and reaped, and the next call gets a fresh worker. A slow call is the doing of whoever wrote the payload
 (`WorkerTimeout`); a worker that dies or cannot start is ours (`EnvironmentFailure`), after one retry with a fresh one.
 
 The processes are started anew, never forked, so a parent that runs JAX is safe, and they import only what the function's module imports.

@@ -3,6 +3,7 @@
     python -m launch.bench train                    # ours, full and LoRA, beside the measured peak
     python -m launch.bench train --peer             # beside torch + transformers (+ peft); pip install -e .[peers]
     python -m launch.bench load --model=FILE.gguf --peer
+    python -m launch.bench rl --peer                # GRPO steps beside TRL and Tunix (see launch.bench_rl)
 
 Every measurement is a fresh process, one after the other, so peak memory is its own and nothing shares the cores. The first step of each is
 compilation and warm-up and is not counted. Figures are medians over the counted steps; CPU seconds are the ones to trust on a shared machine.
@@ -13,20 +14,22 @@ from __future__ import annotations
 import json
 import resource
 import statistics
-import subprocess
 import sys
 import time
 
 from absl import app, flags
 
+from launch import bench_rl
+
 _CASES = flags.DEFINE_list('cases', ['full-bfloat16', 'full-float32', 'lora-bfloat16'], 'Which of MODE-DTYPE to measure.')
 _ROWS = flags.DEFINE_integer('rows', 8, 'Rows of the batch.', lower_bound=1)
 _LENGTH = flags.DEFINE_integer('length', 256, 'Tokens of a row.', lower_bound=1)
-_STEPS = flags.DEFINE_integer('steps', 3, 'Counted steps of each measurement.', lower_bound=1)
+_STEPS = flags.DEFINE_integer('steps', 3, 'Counted steps of each measurement; rl counts 20 if this is not given.', lower_bound=1)
 _REMAT = flags.DEFINE_string('remat', 'none', 'train: what backward keeps of a block (see `sharding.Layout`).')
 _SCAN = flags.DEFINE_bool('scan', False, 'train: scan the layers instead of unrolling them.')
 _PEER = flags.DEFINE_bool('peer', False, 'Measure the peer too.')
 _MODEL = flags.DEFINE_string('model', '', 'load: the GGUF file.')
+_PEER_VENVS = flags.DEFINE_string('peer_venvs', 'runs/peers', 'rl: where the virtual environments of the peers are, or are made.')
 _CHILD = flags.DEFINE_string('child', '', 'Run one measurement in this process and print it as JSON (used by this program itself).')
 
 # How much faster than torch, and which share of its memory: (must, goal) of each case.
@@ -105,6 +108,8 @@ def _run_child(what: str) -> None:
     else:
       steps = _train(mode, dtype)
     result = {'steps': steps}
+  elif kind == 'rl':
+    result = {'steps': bench_rl.ours(int(rest[0]))}
   elif kind == 'peak':
     from rl import monitor
 
@@ -127,14 +132,13 @@ def _run_child(what: str) -> None:
   print('RESULT ' + json.dumps(result), flush=True)
 
 
+def _command(what: str) -> list[str]:
+  return [sys.executable, '-m', 'launch.bench', *sys.argv[1:], f'--child={what}']
+
+
 def _measure(what: str) -> dict:
   """Run one measurement in a fresh process."""
-  command = [sys.executable, '-m', 'launch.bench', *sys.argv[1:], f'--child={what}']
-  done = subprocess.run(command, capture_output=True, text=True, check=False)
-  lines = [line for line in done.stdout.splitlines() if line.startswith('RESULT ')]
-  if done.returncode or not lines:
-    raise RuntimeError(f'The measurement {what!r} failed with exit status {done.returncode}:\n{done.stderr[-3000:]}')
-  return json.loads(lines[-1].removeprefix('RESULT '))
+  return bench_rl.run_child(_command(what))
 
 
 def _median(result: dict, key: str) -> float:
@@ -183,7 +187,26 @@ def bench_load() -> None:
     print(f'load float32   transformers {peer["cpu_s"]:6.2f} CPU-s {peer["peak_gb"]:6.2f} GB')
 
 
-_BENCHES = {'train': bench_train, 'load': bench_load}
+def bench_grpo() -> None:
+  num_steps = _STEPS.value if _STEPS.present else 20
+  commands = {'ours': _command(f'ours:rl:{num_steps}')}
+  if _PEER.value:
+    commands |= {name: bench_rl.peer_command(name, _PEER_VENVS.value, num_steps) for name in bench_rl.PEERS}
+  print(bench_rl.WORK, flush=True)
+  results = bench_rl.measure(commands)
+  for name, result in results.items():
+    print(f'{name:6s} {result}')
+  ours, peers = results.pop('ours'), results
+  noisy = [name for name, result in [('ours', ours), *peers.items()] if not result.is_quiet]
+  if noisy:
+    print(f'Other processes were busy during the steps of {", ".join(noisy)}; repeat this on a quiet machine before believing a ratio.')
+  if peers:
+    fastest = min(peers, key=lambda name: peers[name].wall_s)
+    print(f'speed  {_verdict(peers[fastest].wall_s / ours.wall_s, bench_rl.BARS)} of {fastest}\n'
+          f'CPU    {min(peer.cpu_s for peer in peers.values()) / ours.cpu_s:.2f}x the most frugal peer')
+
+
+_BENCHES = {'train': bench_train, 'load': bench_load, 'rl': bench_grpo}
 
 
 def main(argv: list[str]) -> None:

@@ -3,6 +3,10 @@
     python -m launch.evaluate --model=runs/sft --data=test.jsonl
     python -m launch.evaluate --model=gemma.gguf --data=train.jsonl --heldout_fraction=0.05 --limit=200 --output=eval.json
 
+    python -m launch.evaluate --model=runs/grpo --config=configs/grpo.py --config.domains="{'arithmetic/integers': {}}"
+
+With --config the held-out problems of its domains are tried instead, with the environments, tools and verifiers of training.
+
 With a run as --model, its newest checkpoint is taken (--step chooses another). --heldout_fraction takes the held-out split of a file that is
 also trained on, the same one that `launch.train` keeps out; 0 takes the whole file.
 """
@@ -16,18 +20,25 @@ import time
 
 from absl import flags
 import jax
+from ml_collections import config_flags
 import numpy as np
 
+from envs.tool_env import ToolEnv
 import launch
 from models import chat, heads, sampling, sharding, startup, transformer
-from rl import batching, train
+from rl import batching, monitor, train, train_rl
+from rl import config as config_lib
 from rl import policy as policy_lib
+from rl.curriculum import heldout_problems, make_domains
 from rl.data import tasks
 from rl.data.records import Example
-from rl.evals import answers, stats
+from rl.evals import answers, runner, stats
 from rl.rollout.engine import Engine
+from rl.rollout.ledger import Ledger
+from rl.rollout.worker import Worker
 from rl.types import Document
 
+_CONFIG = config_flags.DEFINE_config_file('config', None, 'Configuration of reinforcement learning whose held-out problems to try.')
 _MODEL = flags.DEFINE_string('model', None, 'Hugging Face directory, .gguf file or run directory.')
 _STEP = flags.DEFINE_integer('step', None, 'Checkpoint of a run; default the newest.')
 _DATA = flags.DEFINE_list('data', None, 'Files or globs.')
@@ -117,8 +128,37 @@ def evaluate() -> dict:
   return results
 
 
+def evaluate_domains() -> dict:
+  """Try the held-out problems of --config and return the results as JSON values."""
+  settings = _CONFIG.value.copy_and_resolve_references()
+  settings.model.path = _MODEL.value
+  config = config_lib.build(train_rl.RLConfig, settings)
+  domains, domain_configs = make_domains(config.domains)
+  problems = heldout_problems(domains, domain_configs, config.eval.problems)
+  startup.check_backend()
+  start = time.perf_counter()
+  mesh = sharding.make_mesh(fsdp=-1)
+  layout = dataclasses.replace(sharding.ROLLOUT, compute_dtype=_DTYPE.value)
+  policy = policy_lib.load(_MODEL.value, mesh, sharding.TRAIN, _DTYPE.value, _STEP.value)
+  engine = Engine(policy.params, policy.config, layout, mesh, num_slots=config.rollout.slots, max_length=config.rollout.max_length,
+                  steps_per_launch=config.rollout.steps_per_launch, prefill_chunk=config.rollout.prefill_chunk)
+  worker = Worker(engine, policy.tokenizer, chat.TEMPLATES[config.model.chat_template], domains,
+                  lambda domain: ToolEnv(domain, describe_tools=config.rollout.describe_tools), config.rollout, seed=config.seed + 2**31,
+                  ledger=Ledger())
+  result = runner.evaluate(worker, problems, sampling.Sampling(temperature=config.eval.temperature))
+  print(f'{_MODEL.value}: held-out pass@1 {result.pass_rate} ({result.num_passed} of {result.num_graded} problems, '
+        f'{len(problems) - result.num_graded} not graded; {time.perf_counter() - start:.0f} s)')
+  for name, value in result.metrics().items():
+    if name.startswith('heldout/pass@1/'):
+      print(f'  {name.removeprefix("heldout/pass@1/"):32} {value:.4f}')
+  return {'name': _MODEL.value, 'pass_rate': result.pass_rate._asdict(), 'passed': result.num_passed, 'graded': result.num_graded,
+          'trajectories': [monitor.trajectory_record(0, 'eval', trajectory) for trajectory in result.trajectories]}
+
+
 def main(_: list[str]) -> None:
-  results = evaluate()
+  if (_CONFIG.value is None) == (_DATA.value is None):
+    raise ValueError(f'--data={_DATA.value} and --config={_CONFIG.value and "..."}: give one of them, files or a configuration of domains.')
+  results = evaluate_domains() if _CONFIG.value is not None else evaluate()
   if _OUTPUT.value:
     path = Path(_OUTPUT.value)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,5 +166,5 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == '__main__':
-  flags.mark_flags_as_required(['model', 'data'])
+  flags.mark_flags_as_required(['model'])
   launch.run(main)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import json
 import os
 import random
+import resource
 import sys
 import tempfile
 import time
@@ -78,10 +79,9 @@ def _busy_s(cpus: set[int]) -> float:
   return busy / os.sysconf('SC_CLK_TCK')
 
 
-def reward(completion: str) -> float:
-  """Return the share of different words: cheap, and not the same for all samples of a random model."""
-  words = completion.split()
-  return len(set(words)) / len(words)
+def reward(pieces: Sequence[str]) -> float:
+  """Return the share of different pieces: cheap, and not the same for all samples of a random model."""
+  return len(set(pieces)) / len(pieces)
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -122,7 +122,7 @@ def run_trl(num_steps: int) -> list[dict]:
   def score(completions, **_):
     clock.end_step()
     check_length(completions)
-    return [reward(completion) for completion in completions]
+    return [reward(completion.split()) for completion in completions]
 
   class Trainer(trl.GRPOTrainer):
     def _generate_single_turn(self, *arguments, **named):
@@ -213,7 +213,7 @@ def run_tunix(num_steps: int) -> list[dict]:
   def score(prompts, completions, **_):
     clock.end_step()
     check_length(completions)
-    return [reward(completion) for completion in completions]
+    return [reward(completion.split()) for completion in completions]
 
   cluster.generate, cluster.update_actor = timed_generate, timed_update
   learner = grpo_learner.GRPOLearner(
@@ -229,7 +229,7 @@ def main(argv: Sequence[str]) -> None:
   if len(argv) != 3 or argv[1] not in RUNNERS:
     raise SystemExit(f'usage: {argv[0]} {"|".join(RUNNERS)} NUM_STEPS')
   steps = RUNNERS[argv[1]](int(argv[2]))
-  sys.stdout.write('RESULT ' + json.dumps({'steps': steps}) + '\n')
+  sys.stdout.write('RESULT ' + json.dumps({'steps': steps, 'peak_gb': resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}) + '\n')
 
 
 if __name__ == '__main__':

@@ -1,4 +1,7 @@
-"""Write generated training data: `python -m launch.prepare_data --domain=word_problems --count=4000 --output=train.jsonl`."""
+"""Write demonstrations of a domain as training data: whole right conversations, tool calls and results included.
+
+python -m launch.prepare_data --domain=word_problems/generated --levels=1,2,3 --count=4000 --output=train.jsonl
+"""
 
 from __future__ import annotations
 
@@ -9,26 +12,54 @@ from pathlib import Path
 
 from absl import flags
 
-from envs.domains import word_problems
+from envs import registry
 import launch
 
-_DOMAINS = {'word_problems': word_problems.word_problems}
-
-_DOMAIN = flags.DEFINE_enum('domain', 'word_problems', list(_DOMAINS), 'Generator of the problems.')
+_DOMAIN = flags.DEFINE_string('domain', 'word_problems/generated', f'One of {", ".join(registry.names())}, or module:function of your own.')
+_PATH = flags.DEFINE_string('path', '', 'Data file of the domain, for those that read one.')
+_LEVELS = flags.DEFINE_list('levels', [], 'Difficulties, in turn; default all.')
+_SPLIT = flags.DEFINE_enum('split', 'train', ['train', 'heldout'], 'Which problems; no problem is in both.')
 _COUNT = flags.DEFINE_integer('count', 4000, 'Number of different problems.', lower_bound=1)
-_SEED = flags.DEFINE_integer('seed', 0, 'Root of the problems; equal seeds give equal files.', lower_bound=0)
-_OUTPUT = flags.DEFINE_string('output', None, 'JSONL file to write: {"question", "answer"} a row.')
+_OUTPUT = flags.DEFINE_string('output', None, 'JSONL file to write: {"messages": [{"role", "content"}, ...]} a row.')
+
+
+def demonstrations(domain, levels: list[int], split: str, count: int):
+  """Yield `count` different conversations, levels in turn.
+
+  Raises:
+    ValueError: the domain has not so many.
+  """
+  seen: set[str] = set()
+  for index in range(100 * count):
+    for level in levels:
+      size = domain.source.size(split, level)
+      if size is not None and index >= size:
+        raise ValueError(f'{domain.name} has only {len(seen)} different problems of levels {levels} in split {split!r}; lower --count.')
+      messages = domain.demonstration(split, level, index)
+      if messages[0]['content'] in seen:
+        continue
+      if len(seen) == count:
+        return
+      seen.add(messages[0]['content'])
+      yield messages
+  raise ValueError(f'{domain.name} gave only {len(seen)} different problems of levels {levels}; lower --count or add levels.')
 
 
 def main(_: list[str]) -> None:
+  domain = registry.make_domain(_DOMAIN.value, _PATH.value)
+  try:
+    levels = [int(level) for level in _LEVELS.value] or list(range(1, domain.source.num_levels + 1))
+  except ValueError as error:
+    raise ValueError(f'--levels={",".join(_LEVELS.value)} must be whole numbers.') from error
   path = Path(_OUTPUT.value)
   path.parent.mkdir(parents=True, exist_ok=True)
   temporary = path.with_name(path.name + '.tmp')
   with temporary.open('w', encoding='utf-8') as file:
-    for problem in _DOMAINS[_DOMAIN.value](_SEED.value, _COUNT.value):
-      file.write(json.dumps({'question': problem.question, 'answer': problem.answer}) + '\n')
+    for messages in demonstrations(domain, levels, _SPLIT.value, _COUNT.value):
+      row = [{'role': message['role'], 'content': message['content']} for message in messages]
+      file.write(json.dumps({'messages': row}) + '\n')
   os.replace(temporary, path)
-  logging.getLogger('launch.prepare_data').info('Wrote %d problems to %s.', _COUNT.value, path)
+  logging.getLogger('launch.prepare_data').info('Wrote %d conversations to %s.', _COUNT.value, path)
 
 
 if __name__ == '__main__':

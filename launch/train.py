@@ -1,6 +1,8 @@
 """Train: `python -m launch.train --config=configs/sft.py --config.model.path=... --workdir=runs/sft`.
 
-`config.stage` says how: 'supervised' (`rl.train`) or 'rl' (`rl.train_rl`). Every field of the config is a flag (`--config.optimizer.learning_rate=1e-5`); a key that nothing reads is an error. The same command run again
+`config.stage` says how: 'supervised' (`rl.train`) or 'rl' (`rl.train_rl`).
+
+Every field of the config is a flag (`--config.optimizer.learning_rate=1e-5`); a key that nothing reads is an error. The same command run again
 continues from the newest checkpoint of the workdir.
 """
 

@@ -88,8 +88,8 @@ def _gemma(role: str) -> Turn:
 
 
 TEMPLATES: Mapping[str, Template] = {template.name: template for template in (
-    # For base models: the texts as they are, eos after each reply.
-    Template('plain', user=Turn(), assistant=Turn(stop=EOS), system=Turn(), tool=Turn(), joins_tools=True),
+    # For base models: the texts as they are, eos after each reply, tool results on lines of their own.
+    Template('plain', user=Turn(), assistant=Turn(stop=EOS), system=Turn(), tool=Turn(), tool_result='\n{}\n', joins_tools=True),
     # Qwen's dialect: tool results come in a user turn.
     Template('chatml', user=_chatml('user'), assistant=_chatml('assistant'), system=_chatml('system'), tool=_chatml('user'),
              tool_result='<tool_response>\n{}\n</tool_response>', joins_tools=True),

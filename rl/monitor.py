@@ -181,6 +181,21 @@ class Monitor:
     self._stream.flush()
 
 
+def trajectory_record(step: int, kind: str, trajectory: Trajectory, advantage: float | None = None, dropped: str = '') -> dict[str, Any]:
+  """Return what is kept of an episode, as JSON values; `dropped` is why it was not trained on."""
+  sampled = trajectory.loss_mask_T
+  return {
+      'step': step, 'kind': kind, 'problem_id': trajectory.problem_id, 'domain': trajectory.domain, 'level': trajectory.level,
+      'group': trajectory.group, 'sample': trajectory.sample, 'reward': trajectory.reward, 'advantage': advantage,
+      'outcome': trajectory.outcome, 'reason': trajectory.reason, 'dropped': dropped, 'num_turns': trajectory.num_turns,
+      'num_tool_calls': trajectory.num_tool_calls, 'num_tool_errors': trajectory.num_tool_errors,
+      'num_tokens': len(trajectory.tokens_T), 'num_sampled': int(sampled.sum()),
+      'mean_logprob': float(trajectory.behavior_logprobs_T[sampled].mean()) if sampled.any() else None,
+      'versions': sorted({int(version) for version in trajectory.versions_T[sampled]}),
+      'timing_s': {name: round(seconds, 4) for name, seconds in trajectory.timing_s.items()},
+      'messages': list(trajectory.messages)}
+
+
 class TrajectoryLog:
   """`trajectories.jsonl`: one line for each episode of a run, on disk when `write` returns. Use it as a context manager, or call `close`."""
 
@@ -196,17 +211,7 @@ class TrajectoryLog:
     """Write (trajectory, its advantage, why it was not trained on) of a step; RuntimeError if the file cannot be written."""
     with _writing(self._path):
       for trajectory, advantage, dropped in entries:
-        sampled = trajectory.loss_mask_T
-        self._file.write(json.dumps({
-            'step': step, 'kind': kind, 'problem_id': trajectory.problem_id, 'domain': trajectory.domain, 'level': trajectory.level,
-            'group': trajectory.group, 'sample': trajectory.sample, 'reward': trajectory.reward, 'advantage': advantage,
-            'outcome': trajectory.outcome, 'reason': trajectory.reason, 'dropped': dropped, 'num_turns': trajectory.num_turns,
-            'num_tool_calls': trajectory.num_tool_calls, 'num_tool_errors': trajectory.num_tool_errors,
-            'num_tokens': len(trajectory.tokens_T), 'num_sampled': int(sampled.sum()),
-            'mean_logprob': float(trajectory.behavior_logprobs_T[sampled].mean()) if sampled.any() else None,
-            'versions': sorted({int(version) for version in trajectory.versions_T[sampled]}),
-            'timing_s': {name: round(seconds, 4) for name, seconds in trajectory.timing_s.items()},
-            'messages': list(trajectory.messages)}, allow_nan=False) + '\n')
+        self._file.write(json.dumps(trajectory_record(step, kind, trajectory, advantage, dropped), allow_nan=False) + '\n')
       self._file.flush()
       os.fsync(self._file.fileno())
 

@@ -36,7 +36,8 @@ _RANK = {'+': 1, '-': 1, '*': 2, '÷': 2}
 
 def integers() -> Domain:
   """Make the domain of sums, differences and products of integers, with brackets from level 3."""
-  return Domain('arithmetic/integers', 1, Generated('arithmetic/integers', 1, _integer_task, len(_INTEGER_LEVELS)), NumberVerifier(), chance=0.05)
+  return Domain('arithmetic/integers', 1, Generated('arithmetic/integers', 1, _integer_task, len(_INTEGER_LEVELS)), NumberVerifier(),
+                chance=0.05)
 
 
 def rationals() -> Domain:
@@ -47,8 +48,8 @@ def rationals() -> Domain:
 
 def with_python() -> Domain:
   """Make the domain of calculations told in words, too large for the head, with the python tool; the level is the number of operations."""
-  return Domain('arithmetic/python', 1, Generated('arithmetic/python', 1, _told_task, 5), NumberVerifier(), make_tools=_python_tools, max_turns=3,
-                chance=0.02, needs_sandbox=True)
+  return Domain('arithmetic/python', 1, Generated('arithmetic/python', 1, _told_task, 5), NumberVerifier(), make_tools=_python_tools,
+                max_turns=3, chance=0.02, needs_sandbox=True)
 
 
 def _python_tools() -> Sequence[Tool]:

@@ -29,7 +29,7 @@ from envs.sandbox.wire import Ended, Limits, Status
 _START_S, _KILL_S = 30.0, 20.0
 _READ_BYTES = 1 << 16
 _MAX_INODES = 20_000
-_WATCH_MEMORY_S, _WATCH_PIDS_S = 0.05, 0.2
+_WATCH_MEMORY_S, _WATCH_PIDS_S, _WATCH_IDLE_S = 0.05, 0.2, 1.0
 
 
 class BoxFailure(RuntimeError):
@@ -52,6 +52,7 @@ class Box:
     self._is_over = False
     self._errors = bytearray()
     self._arrived = asyncio.Event()
+    self._is_asked = asyncio.Event()  # not set for a session between exchanges
     self._open_fds: set[int] = set()
     self._stdin: int | None = None
     self._group: Cgroup | None = None
@@ -83,9 +84,13 @@ class Box:
       self._limit(init)
       os.write(block_fd, b'1')
       self._begun = time.monotonic()
+      self._disown(block_fd)
+      self._disown(info_fd)
     except BaseException:
       await self._discard()
       raise
+    if stdin is not None:
+      self._is_asked.set()
     self.ended = asyncio.create_task(self._watch_end(status_fd, init))
 
   def kill(self, status: Status) -> None:
@@ -118,6 +123,7 @@ class Box:
     if self.output:
       self.kill('output')  # it wrote before it was asked
       return None
+    self._is_asked.set()
     try:
       async with asyncio.timeout(timeout_s):
         await self._write(line + b'\n')
@@ -125,6 +131,8 @@ class Box:
     except TimeoutError:
       self.kill('timeout')
       return None
+    finally:
+      self._is_asked.clear()
 
   # Start.
 
@@ -185,7 +193,7 @@ class Box:
     return info_fd, block_fd, status_fd
 
   async def _read_init(self, info_fd: int) -> int:
-    """Return the process id, seen from outside, of the first process in the box."""
+    """Return the process id, seen from here, of the first process in the box."""
     text = b''
     while b'}' not in text:
       await _readable(info_fd)
@@ -206,15 +214,16 @@ class Box:
     # With a pids group, that one refuses first and counts it; this limit then only backs it up.
     num_tasks = limits.num_processes + 1 + (16 if self._host.cgroups.limits('pids') else 0)
     values = {
-        resource.RLIMIT_NPROC: num_tasks, resource.RLIMIT_NOFILE: 256, resource.RLIMIT_CORE: 0, resource.RLIMIT_CPU: limits.cpu_s,
+        resource.RLIMIT_NPROC: num_tasks, resource.RLIMIT_NOFILE: 256, resource.RLIMIT_CORE: 0,
         # Twice the memory: one huge allocation fails in the program, a slow flood meets the group's limit, which counts all processes.
-        resource.RLIMIT_DATA: 2 * limits.memory_bytes, resource.RLIMIT_FSIZE: limits.disk_bytes, resource.RLIMIT_STACK: 8 << 20,
+        resource.RLIMIT_DATA: 2 * limits.memory_bytes, resource.RLIMIT_FSIZE: 2 * limits.disk_bytes, resource.RLIMIT_STACK: 8 << 20,
         resource.RLIMIT_MEMLOCK: 64 << 10, resource.RLIMIT_MSGQUEUE: 0,
     }
     for which, value in values.items():
       ceiling = resource.getrlimit(which)[1]
       value = value if ceiling == resource.RLIM_INFINITY else min(value, ceiling)
       resource.prlimit(init, which, (value, value))
+    resource.prlimit(init, resource.RLIMIT_CPU, (limits.cpu_s, limits.cpu_s + 1))  # a signal that can be told apart, then one that kills
     self._group.add(init)
 
   # Streams.
@@ -332,7 +341,15 @@ class Box:
       return
     pause_s = _WATCH_PIDS_S if groups.limits('memory') else _WATCH_MEMORY_S
     while True:
-      await asyncio.sleep(pause_s)
+      if self._is_asked.is_set():
+        await asyncio.sleep(pause_s)
+      else:
+        try:
+          async with asyncio.timeout(_WATCH_IDLE_S):
+            await self._is_asked.wait()
+          continue
+        except TimeoutError:
+          pass
       memory_bytes, num_tasks = usage(init)
       self._has_hit_pids |= num_tasks > self._limits.num_processes
       if not groups.limits('memory') and memory_bytes > self._limits.memory_bytes:
@@ -343,14 +360,14 @@ def usage(pid: int) -> tuple[int, int]:
   """Return (bytes of anonymous and shared memory, tasks) of a process and all its descendants."""
   memory_bytes, num_tasks, pending = 0, 0, [pid]
   while pending:
-    pid = pending.pop()
+    folder = Path('/proc', str(pending.pop()))
     # A process may be gone by now.
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-      fields = dict(line.split(':\t', 1) for line in Path(f'/proc/{pid}/status').read_text().splitlines() if ':\t' in line)
+      fields = dict(line.split(':\t', 1) for line in (folder / 'status').read_text().splitlines() if ':\t' in line)
       memory_bytes += sum(int(fields[name].split()[0]) << 10 for name in ('RssAnon', 'RssShmem') if name in fields)
       num_tasks += int(fields['Threads'])
-      for task in os.listdir(f'/proc/{pid}/task'):
-        pending += map(int, Path(f'/proc/{pid}/task/{task}/children').read_text().split())
+      for task in (folder / 'task').iterdir():
+        pending += map(int, (task / 'children').read_text().split())
   return memory_bytes, num_tasks
 
 

@@ -12,12 +12,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 import contextlib
 from dataclasses import dataclass
+import errno
 import os
 from pathlib import Path
+import time
 
 CONTROLLERS = ('memory', 'pids')
 _PREFIX = 'bessemer-'
 _TRAINER = 'bessemer-trainer'
+_REMOVE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -60,9 +63,15 @@ class Cgroups:
     return group
 
   def remove(self) -> None:
-    """Remove the folders of the hierarchies if they are empty."""
+    """Remove the folders of the hierarchies; what is left after two seconds stays for the next `claim`."""
+    deadline = time.monotonic() + _REMOVE_S
     for hierarchy in self._hierarchies:
-      _remove_tree(hierarchy.folder)
+      if hierarchy.version == 2:
+        with contextlib.suppress(OSError):  # after the privileges are gone, it is not ours to do
+          (hierarchy.folder.parent / _TRAINER / 'cgroup.procs').write_text(str(os.getpid()))
+      # The kernel empties a group a moment after its last process.
+      while not _remove_tree(hierarchy.folder) and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 class Cgroup:
@@ -208,9 +217,13 @@ def _sweep(own: Path) -> None:
       _remove_tree(folder)
 
 
-def _remove_tree(folder: Path) -> None:
-  with contextlib.suppress(OSError):  # a group with a process in it stays
+def _remove_tree(folder: Path) -> bool:
+  """Remove a group and the groups in it; False if one is busy, with a process that is about to go."""
+  try:
     for child in folder.iterdir():
       if child.is_dir():
         child.rmdir()
     folder.rmdir()
+  except OSError as error:
+    return error.errno != errno.EBUSY
+  return True

@@ -22,6 +22,7 @@ import socket
 import subprocess
 import sys
 import threading
+from types import MappingProxyType
 from typing import Any
 import weakref
 
@@ -39,6 +40,7 @@ _START_S = 120.0
 _STOP_S = 10.0
 _MARGIN_S = 60.0  # more than the supervisor's own deadlines add up to besides the program's and the wait for a slot
 _MAX_ARGV_BYTES = 96 * 1024
+_NO_FILES: Mapping[str, bytes | str] = MappingProxyType({})
 
 
 class SandboxUnavailable(RuntimeError):
@@ -108,24 +110,24 @@ class Sandbox:
     """Whether requests can still be served by this process's supervisor."""
     return self._supervisor.is_alive
 
-  def run(self, argv: Sequence[str], *, files: Mapping[str, bytes | str] = {}, stdin: bytes = b'', limits: Limits = Limits()) -> Result:
+  def run(self, argv: Sequence[str], *, files: Mapping[str, bytes | str] = _NO_FILES, stdin: bytes = b'', limits: Limits = Limits()) -> Result:
     """Run a program to its end.
 
     Args:
-      argv: program and arguments; 'python3' is a Python of at least 3.11, see `PYTHON`. One that is not there ends as 'nonzero'.
+      argv: program and arguments; 'python3' is a Python of at least 3.11, see `PYTHON`.
       files: relative path -> contents, laid into /workspace, where the program starts; it may change them.
       stdin: its standard input.
       limits: what it may use.
 
     Raises:
-      EnvironmentFailure: the sandbox failed, or no slot came free in time.
+      EnvironmentFailure: the sandbox failed, no slot came free in time, or there is no such program.
     """
     header, payload = _program(argv, files, limits)
     reply = self._supervisor.call({'op': 'run', **header, 'num_stdin': len(stdin)}, stdin + payload,
                                   self._slot_wait_s + limits.wall_s + _MARGIN_S)
     return _result(read_ended(*reply))
 
-  def open(self, argv: Sequence[str], *, files: Mapping[str, bytes | str] = {}, limits: Limits = Limits()) -> Session:
+  def open(self, argv: Sequence[str], *, files: Mapping[str, bytes | str] = _NO_FILES, limits: Limits = Limits()) -> Session:
     """Start a program that answers lines with lines; arguments and errors as in `run`."""
     header, payload = _program(argv, files, limits)
     reply, _ = self._supervisor.call({'op': 'open', **header}, payload, 2 * self._slot_wait_s + _MARGIN_S)

@@ -1,8 +1,8 @@
 """Prepares the supervisor's process and the machine for boxes, once, and refuses where boxes cannot be had.
 
-As root: claim control groups, mount a private folder for boxes, show interpreters there that only root can reach, then become an ordinary
-user for good. From there on, and from the start without root, everything happens in a user and mount namespace of our own, so what is
-mounted vanishes with the last process, however it ends.
+Mounts and processes are made in mount and pid namespaces of our own, so all of them vanish with this process, however it ends. As root: claim
+control groups, mount a private folder for boxes, show interpreters there that only root can reach, then become an ordinary user in a user
+namespace for good. Without root everything happens in that one.
 
 Deliberately absent: the trial of a box, which needs the event loop (`supervisor`).
 """
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import os
 from pathlib import Path
 import platform
+import re
 import subprocess
 from typing import Any
 
@@ -25,6 +26,7 @@ BOX_UID = 61729
 # Present on every Linux, and hidden by our mount from nobody but ourselves.
 BASE = '/dev/shm'
 _BASE_BYTES = 64 << 20
+_LEAST_PYTHON = 11  # of Python 3
 _LEAST_KERNEL = (5, 14)  # limits of processes are counted per user namespace from here on
 _FIX = ('boxes need unprivileged user namespaces: check `sysctl user.max_user_namespaces` (above 0), `kernel.unprivileged_userns_clone` (1, '
         'Debian), `kernel.apparmor_restrict_unprivileged_userns` (0, Ubuntu), and in a container its seccomp and AppArmor profiles '
@@ -47,6 +49,8 @@ class Host:
     seccomp_path: file with the filter.
     etc: folder that becomes /etc.
     uid: the user that boxes run as, seen from outside.
+    ended_fd: readable when this process's parent, which the trainer started, is gone; None if the trainer started this one. Then there is no
+      pid namespace of our own, and a box that is just starting when this process is killed may outlive it.
   """
   bwrap_path: str
   bwrap_version: str
@@ -55,6 +59,7 @@ class Host:
   seccomp_path: str
   etc: str
   uid: int
+  ended_fd: int | None
 
 
 def prepare(config: Mapping[str, Any]) -> Host:
@@ -81,42 +86,48 @@ def prepare(config: Mapping[str, Any]) -> Host:
   except (OSError, subprocess.SubprocessError) as error:
     raise Unavailable(f'sandbox: {error}') from error
   cgroups = claim(uid)
-  if not cgroups.limits('memory') and not Path('/proc/thread-self/children').exists():
-    raise Unavailable('sandbox: no memory cgroup of our own, and a kernel without /proc/PID/task/TID/children to count memory with; '
-                      'give the trainer a cgroup that it may write, or use a kernel with CONFIG_PROC_CHILDREN.')
-  wanted = _wanted(config['pythons'])
   try:
-    # A container's root may lack the right to mount; it then goes the ordinary user's way from the start.
-    is_mounted = is_root and _mount_as_root(uid)
-    if is_mounted:
-      interpreters = _show(wanted)
-    if is_root:
-      linux.drop_root(uid)
-    linux.enter_user_namespace()
-    if not is_mounted:
-      _mount_base(uid)
-      interpreters = _show(wanted)
+    if not cgroups.limits('memory') and not Path('/proc/thread-self/children').exists():
+      raise Unavailable('sandbox: no memory cgroup of our own, and a kernel without /proc/PID/task/TID/children to count memory with; '
+                        'give the trainer a cgroup that it may write, or use a kernel with CONFIG_PROC_CHILDREN.')
+    ended_fd, interpreters = _enter(uid, _wanted(config['pythons']), cgroups)
+    if not interpreters:
+      raise Unavailable(f'sandbox: no Python that user {uid} can run: {", ".join(path for path, _ in config["pythons"])}; '
+                        'install python3 (3.11 or newer) from the distribution.')
   except OSError as error:
+    cgroups.remove()
     raise Unavailable(f'sandbox: cannot enter namespaces as user {uid}: {error}. {_FIX}') from error
-  if not interpreters:
-    raise Unavailable(f'sandbox: no Python that user {uid} can run: {", ".join(path for path, _ in config["pythons"])}; '
-                      'install python3 (3.11 or newer) from the distribution.')
+  except Unavailable:
+    cgroups.remove()
+    raise
   path = _lay(binary, machine)
-  return Host(path, binary.version, interpreters, cgroups, f'{BASE}/seccomp', f'{BASE}/etc', uid)
+  return Host(path, binary.version, interpreters, cgroups, f'{BASE}/seccomp', f'{BASE}/etc', uid, ended_fd)
 
 
-def _mount_as_root(uid: int) -> bool:
+def _enter(uid: int, wanted: Sequence[tuple[str, str]], cgroups: Cgroups) -> tuple[int | None, tuple[bwrap.Interpreter, ...]]:
+  """Become user `uid` in namespaces of our own, with BASE mounted; return (ended_fd, interpreters) for `Host`."""
+  # A container's root may lack the right to mount; it then goes the ordinary user's way from the start.
+  is_root = os.geteuid() == 0
+  may_mount = is_root and _unshare_mounts()
+  if may_mount:
+    ended_fd = linux.enter_pid_namespace(cgroups.remove)
+    interpreters = _mount_base(uid, wanted)
+  if is_root:
+    linux.drop_root(uid)
+  linux.enter_user_namespace()
+  if not may_mount:
+    ended_fd = linux.enter_pid_namespace(cgroups.remove)
+    interpreters = _mount_base(uid, wanted)
+  return ended_fd, interpreters
+
+
+def _unshare_mounts() -> bool:
   try:
     linux.unshare(linux.CLONE_NEWNS)
   except PermissionError:
     return False
   linux.make_mounts_private()
-  _mount_base(uid)
   return True
-
-
-def _mount_base(uid: int) -> None:
-  linux.mount_tmpfs(BASE, f'size={_BASE_BYTES},mode=755,uid={uid},gid={uid}')
 
 
 def _wanted(pythons: Sequence[Sequence[str]]) -> list[tuple[str, str]]:
@@ -124,14 +135,15 @@ def _wanted(pythons: Sequence[Sequence[str]]) -> list[tuple[str, str]]:
   wanted = []
   for path, prefix in pythons:
     real = Path(os.path.realpath(path))
-    version = real.name.removeprefix('python').split('.')
-    if real.exists() and version[0] == '3' and len(version) == 2 and version[1].isdigit() and int(version[1]) >= 11:
+    version = re.fullmatch(r'python3\.(\d+)', real.name)
+    if real.exists() and real.is_relative_to(prefix) and version and int(version[1]) >= _LEAST_PYTHON:
       wanted.append((str(real), prefix))
   return list(dict.fromkeys(wanted))
 
 
-def _show(wanted: Sequence[tuple[str, str]]) -> tuple[bwrap.Interpreter, ...]:
-  """Return the interpreters that the box's user can reach, with their folders bound below BASE where /usr does not hold them."""
+def _mount_base(uid: int, wanted: Sequence[tuple[str, str]]) -> tuple[bwrap.Interpreter, ...]:
+  """Mount BASE; return the interpreters that the box's user can reach, with their folders bound there where /usr does not hold them."""
+  linux.mount_tmpfs(BASE, f'size={_BASE_BYTES},mode=755,uid={uid},gid={uid}')
   shown = []
   for index, (path, prefix) in enumerate(wanted):
     source = ''

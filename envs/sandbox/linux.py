@@ -5,13 +5,15 @@ Linux only, of the standard library only; the caller must have a single thread. 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import ctypes
 import os
 from pathlib import Path
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUSER = 0x10000000
-_MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 0x1000, 0x4000, 1 << 18
+CLONE_NEWPID = 0x20000000
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 0x1000, 0x4000, 1 << 18
 _MNT_DETACH = 2
 _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 4, 38
 
@@ -68,6 +70,56 @@ def enter_user_namespace() -> None:
   Path('/proc/self/uid_map').write_text(f'{uid} {uid} 1')
   Path('/proc/self/gid_map').write_text(f'{gid} {gid} 1')
   make_mounts_private()
+
+
+def enter_pid_namespace(afterwards: Callable[[], None]) -> int | None:
+  """Go on as the first process of a new pid namespace, whose end is the end of all that it started, even of what it was just starting.
+
+  The calling process stays behind, with the privileges it has, and exits when this one does. Needs the right to mount /proc, which containers
+  may withhold. /proc is mounted anew, so the mount namespace must be our own.
+
+  Args:
+    afterwards: what the process that stays behind does at the end.
+
+  Returns:
+    A descriptor that reads as ended when the process that stayed behind is gone; None if the namespace cannot be had and nothing changed.
+  """
+  if not _can_mount_proc():
+    return None
+  ended_fd, held_fd = os.pipe()
+  unshare(CLONE_NEWPID)
+  pid = os.fork()
+  if pid:
+    # Only the pipe: another copy of the trainer's socket here would keep its end from being seen.
+    os.closerange(0, held_fd)
+    os.closerange(held_fd + 1, 1 << 16)
+    _, status = os.waitpid(pid, 0)
+    afterwards()
+    os._exit(abs(os.waitstatus_to_exitcode(status)))
+  os.close(held_fd)
+  _mount_proc()
+  return ended_fd
+
+
+def _can_mount_proc() -> bool:
+  """Try it in a process that is thrown away, because there is no way back from a new pid namespace."""
+  pid = os.fork()
+  if pid:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+  code = 1
+  try:
+    unshare(CLONE_NEWPID | CLONE_NEWNS)
+    if inner := os.fork():
+      code = os.waitstatus_to_exitcode(os.waitpid(inner, 0)[1])
+    else:
+      _mount_proc()
+      code = 0
+  finally:
+    os._exit(abs(code))
+
+
+def _mount_proc() -> None:
+  _call('mount proc', _libc.mount, b'proc', b'/proc', b'proc', ctypes.c_ulong(_MS_NOSUID | _MS_NODEV | _MS_NOEXEC), None)
 
 
 def is_mapped(uid: int) -> bool:

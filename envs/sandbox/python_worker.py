@@ -8,12 +8,11 @@ Imports only what every Python has loaded or built in, because a box starts for 
 """
 
 import _ast
-import io
 import os
 import sys
 
 CELL = '<cell>'
-HEAD_BYTES = TAIL_BYTES = 32 << 10
+END_BYTES = 32 << 10  # kept of the start and of the end of what is long
 _ONLY_AST = 0x400  # ast.PyCF_ONLY_AST; the module ast takes longer to import than a box to start
 
 
@@ -43,50 +42,68 @@ def explain(error: BaseException) -> str:
   return f'Error: {type(error).__name__}{": " if text else ""}{text}{"" if line is None else f" (line {line})"}'
 
 
-def take(fd: int) -> str:
+def take(fd: int) -> bytes:
   """Return what the capture file holds, without its middle if it is long, and empty it."""
   size = os.lseek(fd, 0, os.SEEK_END)
-  if size <= HEAD_BYTES + TAIL_BYTES:
+  if size <= 2 * END_BYTES:
     data = os.pread(fd, size, 0)
   else:
-    left_out = f'\n... {size - HEAD_BYTES - TAIL_BYTES} bytes left out ...\n'.encode()
-    data = os.pread(fd, HEAD_BYTES, 0) + left_out + os.pread(fd, TAIL_BYTES, size - TAIL_BYTES)
+    data = os.pread(fd, END_BYTES, 0) + left_out(size) + os.pread(fd, END_BYTES, size - END_BYTES)
   os.ftruncate(fd, 0)
-  return data.decode(errors='replace')
+  return data
+
+
+def left_out(size: int) -> bytes:
+  """Return what stands for the middle of `size` bytes."""
+  return f'\n... {size - 2 * END_BYTES} bytes left out ...\n'.encode()
+
+
+def encode(text: str) -> bytes:
+  """Return a text as UTF-8, without its middle if it is long."""
+  data = text.encode(errors='replace')
+  return data if len(data) <= 2 * END_BYTES else data[:END_BYTES] + left_out(len(data)) + data[-END_BYTES:]
+
+
+def attach(null: int, capture: int):
+  """Make the standard streams what they are meant to be, whatever an earlier cell did to them; return the output."""
+  for target in (0, 1, 2):
+    os.dup2(null, target)
+  sys.stdout = sys.stderr = None  # what the old ones could not write, to a full disk for instance, must not come up now
+  for target in (1, 2):
+    os.dup2(capture, target)
+  sys.stdin = os.fdopen(0, encoding='utf-8', closefd=False)
+  sys.stdout = os.fdopen(1, 'w', encoding='utf-8', errors='backslashreplace', closefd=False, buffering=1)
+  sys.stderr = os.fdopen(2, 'w', encoding='utf-8', errors='backslashreplace', closefd=False, buffering=1)
+  return sys.stdout
 
 
 def main() -> None:
   """Answer requests until there are no more."""
-  requests, replies = io.open(os.dup(0), 'rb'), os.dup(1)
+  requests, replies = os.fdopen(os.dup(0), 'rb'), os.dup(1)
   capture = os.open('/tmp', os.O_TMPFILE | os.O_RDWR | os.O_APPEND, 0o600)
   null = os.open(os.devnull, os.O_RDONLY)
-  for fd, target in ((null, 0), (capture, 1), (capture, 2)):
-    os.dup2(fd, target)
-  sys.stdin = io.open(0, encoding='utf-8', closefd=False)
-  sys.stdout = io.open(1, 'w', encoding='utf-8', errors='backslashreplace', closefd=False)
-  sys.stderr = io.open(2, 'w', encoding='utf-8', errors='backslashreplace', closefd=False, buffering=1)
   module = type(sys)('__main__')
   sys.modules['__main__'] = module
   pid = os.getpid()
   for request in requests:
     nonce, code = request.split(b' ')
+    output = attach(null, capture)
     value, error = None, ''
     try:
       value = execute(bytes.fromhex(code.decode()).decode(errors='replace'), module.__dict__)
-      sys.stdout.flush()
     except BaseException as raised:  # The boundary to the policy's code: whatever it raises is what it is told.
       error = explain(raised)
     if os.getpid() != pid:
       os._exit(0)  # a child that the cell forked and let run on must not answer
     try:
-      sys.stdout.flush()
-    except Exception as raised:  # The cell may have closed or replaced its output, or filled the disk.
+      output.flush()
+    except Exception as raised:  # The cell may have closed its output or filled the disk.
       error = error or explain(raised)
-    text = take(capture)
-    text = text or (value + '\n' if value is not None else '')
+    del output
+    shown = take(capture) or (b'' if value is None else encode(value))
     if error:
-      text += ('' if not text or text.endswith('\n') else '\n') + error
-    os.write(replies, nonce + b' ' + text.encode(errors='replace').hex().encode() + b'\n')
+      shown += (b'' if not shown or shown.endswith(b'\n') else b'\n') + encode(error)
+    os.write(replies, nonce + b' ' + shown.hex().encode() + b'\n')
 
 
 if __name__ == '__main__':

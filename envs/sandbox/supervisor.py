@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import itertools
 import json
 import os
+import resource
 import socket
 from typing import Any
 
@@ -25,7 +26,7 @@ from envs.sandbox.wire import Limits, ended_message, pack
 _MAX_HEADER_BYTES = 64 << 20
 _PROBE_S = 60.0
 # What the standard library must have, and what must hold inside: nobody, no privileges, the filter, no user namespaces, no network.
-_PROBE = f'''
+_PROBE = '''
 import collections, datetime, decimal, fractions, itertools, json, math, os, random, re, socket, statistics, string, sys
 def refused(function, *args):
   try: function(*args)
@@ -49,6 +50,8 @@ def main(config: str) -> None:
   """Serve until the trainer is gone; `config` is the JSON that `client` makes."""
   settings = json.loads(config)
   os.umask(0o022)
+  most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # each open session takes a few; boxes get a limit of their own
+  resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
   with socket.socket(fileno=settings['fd']) as channel:
     # Python passed the socket on open for this process; a box must not get it.
     os.set_inheritable(channel.fileno(), False)
@@ -63,7 +66,8 @@ def main(config: str) -> None:
     try:
       asyncio.run(_serve(host, settings, channel, trainer_fd))
     finally:
-      host.cgroups.remove()
+      if host.ended_fd is None:  # else the process that stayed behind does it
+        host.cgroups.remove()
 
 
 async def _serve(host: Host, settings: Mapping[str, Any], channel: socket.socket, trainer_fd: int) -> None:
@@ -78,7 +82,9 @@ async def _serve(host: Host, settings: Mapping[str, Any], channel: socket.socket
   supervisor = Supervisor(host, tier, settings, writer)
   requests = asyncio.create_task(supervisor.read(reader))
   # A child that the trainer forked may hold its end of the socket open, so its own end is watched too.
-  asyncio.get_running_loop().add_reader(trainer_fd, requests.cancel)
+  for fd in (trainer_fd, host.ended_fd):
+    if fd is not None:
+      asyncio.get_running_loop().add_reader(fd, requests.cancel)
   await asyncio.wait([requests])
   await supervisor.stop()
 
@@ -136,9 +142,9 @@ class Supervisor:
     for task in self._tasks:
       task.cancel()
     await asyncio.gather(*self._tasks, return_exceptions=True)
-    for box in self._boxes:
+    for box in tuple(self._boxes):
       box.kill('signal')
-    await asyncio.gather(*(box.gone() for box in self._boxes), return_exceptions=True)
+    await asyncio.gather(*[box.gone() for box in self._boxes], return_exceptions=True)
 
   async def _answer(self, request: Mapping[str, Any], payload: bytes) -> None:
     serve = {'run': self._run, 'open': self._open, 'exchange': self._exchange, 'close': self._close}[request['op']]
@@ -152,17 +158,16 @@ class Supervisor:
     stdin, payload = payload[:request['num_stdin']], payload[request['num_stdin']:]
     async with _held(self._slots, self._slot_wait_s, 'box slot'):
       box = await self._start(request, payload, stdin)
-      try:
-        return ended_message(await box.finish(request['limits']['wall_s']))
-      finally:
-        self._boxes.discard(box)
+      return ended_message(await box.finish(request['limits']['wall_s']))
 
   async def _open(self, request: Mapping[str, Any], payload: bytes) -> tuple[dict[str, Any], bytes]:
-    async with contextlib.AsyncExitStack() as stack:
-      await stack.enter_async_context(_held(self._places, self._slot_wait_s, 'place for a session'))
+    await _acquire(self._places, self._slot_wait_s, 'place for a session')  # `_close` gives it back
+    try:
       async with _held(self._slots, self._slot_wait_s, 'box slot'):
         box = await self._start(request, payload, None)
-      stack.pop_all()  # `_close` gives the place back
+    except BaseException:
+      self._places.release()
+      raise
     number = next(self._numbers)
     self._sessions[number] = box
     return {'session': number}, b''
@@ -181,7 +186,6 @@ class Supervisor:
     try:
       await box.gone()
     finally:
-      self._boxes.discard(box)
       self._places.release()
     return {}, b''
 
@@ -194,16 +198,26 @@ class Supervisor:
     box = Box(self._host, f'box-{next(self._numbers)}', Limits(**request['limits']))
     await box.start(request['argv'], files, stdin, interpreter=self._tier.interpreter, has_proc=self._tier.has_proc)
     self._boxes.add(box)
+    box.ended.add_done_callback(lambda ended: self._forget(box, ended))
     return box
 
+  def _forget(self, box: Box, ended: asyncio.Task) -> None:
+    self._boxes.discard(box)
+    if not ended.cancelled():
+      ended.exception()  # counts as seen, also if nobody asks this box again
 
-@contextlib.asynccontextmanager
-async def _held(semaphore: asyncio.Semaphore, wait_s: float, what: str) -> AsyncIterator[None]:
+
+async def _acquire(semaphore: asyncio.Semaphore, wait_s: float, what: str) -> None:
   try:
     async with asyncio.timeout(wait_s):
       await semaphore.acquire()
   except TimeoutError as error:
     raise BoxFailure(f'no {what} came free within {wait_s:g} s; raise max_boxes or max_sessions of the sandbox, or close sessions.') from error
+
+
+@contextlib.asynccontextmanager
+async def _held(semaphore: asyncio.Semaphore, wait_s: float, what: str) -> AsyncIterator[None]:
+  await _acquire(semaphore, wait_s, what)
   try:
     yield
   finally:

@@ -20,15 +20,17 @@ from envs.verifiers import numbers
 from envs.workers import WorkerPool, WorkerTimeout
 
 _MAX_CHARS = 1000
-_UNITS = (r'dollars?|cents?|percent|degrees?|radians?|units?|mm|cm|m|km|inch(?:es)?|in|f(?:oo|ee)?t|yards?|miles?|mph|ms|s|seconds?|min|minutes?|'
-          r'h|hours?|days?|weeks?|months?|years?|m?g|kg|grams?|pounds?|lbs?|ounces?|oz|m?l|lit(?:er|re)s?|gallons?|people|students?')
+_UNITS = (r'dollars?|cents?|percent|degrees?|radians?|units?|mm|cm|m|km|inch(?:es)?|in|f(?:oo|ee)?t|yards?|miles?|mph|ms|s|seconds?|min|'
+          r'minutes?|h|hours?|days?|weeks?|months?|years?|m?g|kg|grams?|pounds?|lbs?|ounces?|oz|m?l|lit(?:er|re)s?|gallons?|people|'
+          r'students?')
 _AREA = r'(?:(?:square|cubic|sq\.?|cu\.?)\s+)?'
 # A bare unit of one letter would be a variable: '5 m'.
-_UNIT = re.compile(rf'(?P<value>.*[^\s\\])\s*(?:\\text\{{\s*(?P<boxed>{_AREA}(?:{_UNITS}))\.?\s*\}}|\s(?P<bare>{_AREA}(?!\w\b)(?:{_UNITS})))'
+_UNIT = re.compile(rf'(?P<value>.*[^\s\\])\s*'
+                   rf'(?:\\text\{{\s*(?P<boxed>{_AREA}(?:{_UNITS}))\.?\s*\}}|\s(?P<bare>{_AREA}(?!\w\b)(?:{_UNITS})))'
                    r'(?:\s*\^\s*\{?[23]\}?)?')
 _DELIMITED = re.compile(r'\$+(.*?)\$+|\\\((.*)\\\)|\\\[(.*)\\\]', re.DOTALL)
 _REWRITES = tuple((re.compile(pattern), new) for pattern, new in (
-    (r',\\!\s*', ','), (r'\\(?:left|right|displaystyle|[!,;:])(?![a-zA-Z])', ''), (r'\\[ ~]|~|\s+', ' '), (r'\{,\}', ','),
+    (r',\\!\s*', ','), (r'(?<!\\)\\(?:left|right|displaystyle|[!,;:])(?![a-zA-Z])', ''), (r'(?<!\\)\\[ ~]|~|\s+', ' '), (r'\{,\}', ','),
     (r'\\[dt]frac', r'\\frac'), (r'\\(?:mbox|mathrm|textbf|textit|mathbf|operatorname)\{', r'\\text{'), (r'\\%', '%'),
     (r'\^\s*\{?\\circ\}?', r'\\text{ degrees}'), (r'\\text\{\s*(?:or|and)\s*\}|(?<=[\w})]) (?:or|and) ', ','),
     (r'(?<=\d),(?=\d{3}(?!\d)(?:,\d{3})*\.)', ''),
@@ -167,7 +169,7 @@ def _number(latex: str) -> Fraction | None:
 
 
 def _form(latex: str) -> tuple:
-  """Return what equal answers have in common: brackets around parts, number of parts, relations, bases and percent signs."""
+  """Return what equal answers have in common: brackets around parts, number of parts, relations, bases, percent signs, and words."""
   bracket = next((opening for opening, closing in _BRACKETS.items() if latex.startswith(opening) and latex.endswith((')', ']', '\\}'))), '')
   inner = latex[len(bracket):len(latex) - len(_BRACKETS[bracket])] if bracket else latex
   depth, num_parts = 0, 1
@@ -177,7 +179,9 @@ def _form(latex: str) -> tuple:
     num_parts += token == ',' and depth == 0
   # Braces of a set may be left out, and one part in parentheses is no tuple.
   brackets = (bracket, latex[-1:]) if bracket in ('(', '[') and num_parts > 1 else ()
-  return brackets, num_parts, latex.count('='), re.findall(r'_\s*\{?(\w+)', latex), '%' in latex
+  # math-verify looks for an answer in prose; here all of the slot is the answer.
+  words = re.findall(r'[A-Za-z]{4,}', re.sub(r'\\(?:begin|end)\{\w+\}|\\[A-Za-z]+', ' ', latex))
+  return brackets, num_parts, latex.count('='), re.findall(r'_\s*\{?(\w+)', latex), '%' in latex, words
 
 
 def _is_copied(problem: Problem, expected: _Answer, stated: _Answer) -> bool:

@@ -34,7 +34,8 @@ _HASHES = re.compile(r'(?<!#)####(?!#)')
 _BOXED = re.compile(r'\\boxed\s*\{')
 _BRACE = re.compile(r'\\.|[{}]', re.DOTALL)
 _INTEGER = r'(?:0|[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d*)'
-_NUMBER = re.compile(rf'(?P<sign>[-+]?)(?:(?P<whole>{_INTEGER})(?P<decimals>\.\d+)?|(?P<bare>\.\d+))(?:/(?P<denominator>[1-9]\d*))?', re.ASCII)
+_NUMBER = re.compile(rf'(?P<sign>[-+]?)(?:(?P<whole>{_INTEGER})(?P<decimals>\.\d+)?|(?P<bare>\.\d+))(?:/(?P<denominator>[1-9]\d*))?',
+                     re.ASCII)
 _NUMBERS_IN_TEXT = re.compile(r'\d[\d,./]*', re.ASCII)
 _EXPRESSION = re.compile(r'[-+*/().^\d ]+', re.ASCII)
 # Forms of a character that differ from it in looks only. Superscripts and vulgar fractions are not among them: 4² is not 42.
@@ -45,8 +46,8 @@ def plain_characters(text: str) -> str:
   """Replace characters by the plain ones that they are variants of: full-width and styled letters and digits, minus signs, hard spaces."""
   if text.isascii():
     return text
-  return ''.join('-' if char == '\N{MINUS SIGN}' else
-                 unicodedata.normalize('NFKC', char) if unicodedata.decomposition(char).startswith(_SAME_CHARACTER) else char for char in text)
+  plain = (unicodedata.normalize('NFKC', char) if unicodedata.decomposition(char).startswith(_SAME_CHARACTER) else char for char in text)
+  return ''.join(plain).replace('\N{MINUS SIGN}', '-')
 
 
 def after_reasoning(reply: str) -> str:
@@ -58,8 +59,8 @@ def answer_slot(reply: object, mark: Mark, *, max_chars: int = 300) -> tuple[str
   r"""Return (text of the answer slot, OK), or (None, why there is none).
 
   The slot is what follows the last '####' on its line, or the content of the last '\boxed{...}'. The last one counts, so a reply may
-  correct itself, but not often: more than `MAX_MARKS` answers are a list of guesses. A box that is not closed is a cut-off answer, and no earlier
-  box stands in for it.
+  correct itself, but not often: more than `MAX_MARKS` answers are a list of guesses. A box that is not closed is a cut-off answer, and no
+  earlier box stands in for it.
   """
   if not isinstance(reply, str):
     return None, Reason.BAD_FORMAT

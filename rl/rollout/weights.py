@@ -63,8 +63,9 @@ class Publisher:
     with jax.set_mesh(self._mesh):
       checksum = int(_checksum(prepared))
       probe = functools.partial(_probe, config=self._config)
-      trained_BT = np.asarray(probe(params, self._tokens_BT, layout=self._train_layout))
-      published_BT = np.asarray(probe(prepared, self._tokens_BT, layout=self._layout))
+      targets_BT = np.roll(self._tokens_BT, -1, axis=1)
+      trained_BT = np.asarray(probe(params, self._tokens_BT, targets_BT, layout=self._train_layout))
+      published_BT = np.asarray(probe(prepared, self._tokens_BT, targets_BT, layout=self._layout))
     if has_changed and self._last is not None and self._last[1] == checksum:
       raise RuntimeError(f'The weights published as version {version} are bit for bit those of version {self._last[0]}, though the policy was '
                          'updated in between; the trained parameters do not reach the sampler.')
@@ -77,15 +78,13 @@ class Publisher:
 
 
 @functools.partial(jax.jit, static_argnames=('config', 'layout'))
-def _probe(params, tokens_BT, *, config: ModelConfig, layout: Layout) -> jax.Array:
-  """Return the log-probability of each token after the first, under the parameters and the layout."""
-  tokens_BT = jax.reshard(tokens_BT, layout.spec('batch', 'length'))
+def _probe(params, tokens_BT, targets_BT, *, config: ModelConfig, layout: Layout) -> jax.Array:
+  """Return the log-probabilities of the targets under the parameters and the layout."""
   positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], tokens_BT.shape)
-  ones_BT = jnp.ones_like(tokens_BT)
-  positions_BT = jax.reshard(positions_BT, layout.spec('batch', 'length'))
+  arrays = (tokens_BT, targets_BT, positions_BT, jnp.ones(tokens_BT.shape, jnp.int32))
+  tokens_BT, targets_BT, positions_BT, ones_BT = (jax.reshard(array, layout.spec('batch', 'length')) for array in arrays)
   hidden_BTD, _ = transformer.forward(params, tokens_BT, positions_BT, ones_BT, config, layout)
-  return heads.token_logprobs(hidden_BTD, transformer.unembedding(params, config), jnp.roll(tokens_BT, -1, axis=1),
-                              softcap=config.final_softcap)
+  return heads.token_logprobs(hidden_BTD, transformer.unembedding(params, config), targets_BT, softcap=config.final_softcap)
 
 
 @jax.jit

@@ -13,6 +13,7 @@ from envs.verifiers.code import CodeVerifier
 
 # 987123 is the expected value that attacks look for; nothing but a right program comes to it.
 ADD = {'entry': 'add', 'cases': [[[2, 3], 5], [[987000, 123], 987123], [[-4, 4], 0], [[10, -7], 3]]}
+SECRET = {'entry': 'add', 'cases': [[[987000, 123], 987123]]}
 RIGHT = 'def add(a, b):\n  return a + b\n'
 
 
@@ -27,7 +28,7 @@ def fenced(text, language='python'):
 @pytest.fixture(scope='module')
 def verifier():
   with client.Sandbox(max_boxes=2) as sandbox:
-    yield CodeVerifier(sandbox, call_s=2.0, total_s=4.0)
+    yield CodeVerifier(sandbox, call_s=1.2, total_s=3.0)
 
 
 class Script:
@@ -237,6 +238,7 @@ def test_right_programs_score_one(verifier, reply):
     ('add = 1\0', Reason.BAD_FORMAT, 0.0, 'null bytes'),
     ('import numpy\n' + RIGHT, Reason.WRONG, 0.0, "No module named 'numpy'"),
     ('def add(a, b):\n  if a < 0: raise ValueError\n  return a + b', Reason.WRONG, 0.75, 'ValueError'),
+    ('def add(a, b):\n  if a < 0: raise SystemExit\n  return a + b', Reason.WRONG, 0.75, 'SystemExit'),
     ('add = 5', Reason.WRONG, 0.0, 'not callable'),
     ('def added(a, b):\n  return a + b', Reason.WRONG, 0.0, 'add'),
 ])
@@ -247,9 +249,13 @@ def test_wrong_programs_score_zero_and_say_why(verifier, text, reason, fraction,
 
 
 FORGE = 'import json, os\nROW = json.dumps({"nonce": "0" * 16, "value": 5}).encode() + b"\\n"\n'
+# Knows the value that it looks for without holding it.
 SEARCH = '''
+import re
 def seen(x):
-  return type(x) is int and x == 987123
+  return type(x) is int and x * 2 == 1974246
+def read(data):
+  return next((int(digits) for digits in re.findall(rb"[0-9]{6}", data) if seen(int(digits))), None)
 '''
 ATTACKS = {
     'sys.exit at import': 'import sys\nsys.exit(0)\ndef add(a, b): pass',
@@ -313,7 +319,8 @@ def add(a, b):
   frame = sys._getframe()
   while frame:
     for x in [*frame.f_locals.values(), *frame.f_globals.values()]:
-      if seen(x): return x
+      for y in [x, *(x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ())]:
+        if seen(y): return y
     frame = frame.f_back
   return 5
 ''',
@@ -329,19 +336,19 @@ def add(a, b):
         if seen(x): return x
   return 5
 ''',
-    'expected values on disk': '''
-import os, re
+    'expected values on disk': SEARCH + '''
+import os
 def add(a, b):
   for top in ("/workspace", "/tmp", "/home", "/run", "/proc/self", "/etc"):
     for folder, _, names in os.walk(top):
       for name in names:
-        try: text = open(os.path.join(folder, name), "rb").read(1 << 20)
+        try: data = open(os.path.join(folder, name), "rb").read(1 << 20)
         except OSError: continue
-        if b"98712" + b"3" in text: return 987123
+        if read(data): return read(data)
   return 5
 ''',
-    'expected values in the environment': 'import os\ndef add(a, b): return 987123 if "98712" + "3" in str(os.environ) else 5',
-    'expected values in the memory of the parents': '''
+    'expected values in the environment': SEARCH + 'import os\ndef add(a, b): return read(repr(os.environ).encode()) or 5',
+    'expected values in the memory of the parents': SEARCH + '''
 import os
 def add(a, b):
   for pid in ("1", str(os.getppid())):
@@ -350,7 +357,8 @@ def add(a, b):
         for line in maps:
           start, end = (int(x, 16) for x in line.split()[0].split("-"))
           memory.seek(start)
-          if b"98712" + b"3" in memory.read(end - start): return 987123
+          data = memory.read(end - start)
+          if read(data): return read(data)
     except (OSError, ValueError, OverflowError): pass
   return 5
 ''',
@@ -418,7 +426,8 @@ SLOW = {'infinite loop at import', 'infinite loop in the call', 'sleep', 'loop t
 
 @pytest.mark.parametrize('name', ATTACKS)
 def test_attacks_score_zero_and_the_next_submission_is_scored_as_ever(verifier, name):
-  verdict = verifier.verify(problem(ADD), fenced(ATTACKS[name]))
+  # With one case, whoever finds its expected value would score.
+  verdict = verifier.verify(problem(SECRET if name.startswith('expected values') else ADD), fenced(ATTACKS[name]))
   assert verdict.is_valid, verdict.detail
   assert verdict.score == 0.0
   assert verdict.reason in (Reason.WRONG, Reason.TIMEOUT, Reason.BAD_FORMAT)
@@ -439,7 +448,9 @@ def test_bool_for_int_and_containers_are_told_apart_in_boxes(verifier):
   assert verifier.verify(problem(counts), 'import collections\nf = collections.Counter').score == 1.0
 
 
-def test_calls_get_arguments_of_their_own(verifier):
+def test_a_submission_is_loaded_once_and_calls_get_arguments_of_their_own(verifier):
+  cases = {'entry': 'f', 'cases': [[[], 1], [[], 2], [[], 3]]}
+  assert verifier.verify(problem(cases), 'calls = []\ndef f():\n  calls.append(0)\n  return len(calls)').score == 1.0
   cases = {'entry': 'f', 'cases': [[[[1, 2]], 2], [[[1, 2]], 2]]}
   assert verifier.verify(problem(cases), 'def f(xs):\n  n = len(xs)\n  xs.clear()\n  return n').score == 1.0
 

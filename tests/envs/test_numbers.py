@@ -21,10 +21,9 @@ def verdict(reply, answer='42', **settings):
 
 
 @pytest.mark.parametrize('text, value', [
-    ('42', 42), ('+42', 42), ('-42', -42), ('\N{MINUS SIGN}42', -42), (' 42. ', 42), ('0', 0), ('18.00', 18),
-    ('.5', Fraction(1, 2)), ('-0.25', Fraction(-1, 4)), ('1,234', 1234), ('1,234,567.5', Fraction(2469135, 2)),
-    ('-3/7', Fraction(-3, 7)), ('6/14', Fraction(3, 7)), ('0.1', Fraction(1, 10)),
-    ('４２', 42), ('\U0001d7d2\U0001d7d0', 42), ('1' * 200, int('1' * 200)),
+    ('42', 42), ('+42', 42), ('-42', -42), ('\N{MINUS SIGN}42', -42), (' 42. ', 42), ('0', 0), ('18.00', 18), ('.5', Fraction(1, 2)),
+    ('-0.25', Fraction(-1, 4)), ('1,234', 1234), ('1,234,567.5', Fraction(2469135, 2)), ('-3/7', Fraction(-3, 7)), ('6/14', Fraction(3, 7)),
+    ('0.1', Fraction(1, 10)), ('４２', 42), ('\U0001d7d2\U0001d7d0', 42), ('1' * 200, int('1' * 200)),
 ])
 def test_numbers_are_read_exactly(text, value):
   assert parse_number(text) == value
@@ -32,8 +31,8 @@ def test_numbers_are_read_exactly(text, value):
 
 @pytest.mark.parametrize('text', [
     '', ' ', '.', '-', '4 2', '12,34', '1,2345', ',123', '042', '00', '1.234,5', '1e3', '0x2a', '1_000', 'nan', 'inf', '-inf', '1/0', '0/0',
-    '1/-2', '3/07', '1 1/2', '42%', '$42', '42 dollars', '4²', '½', '4½', '٤٢', '4\u030a2', '\u202e24', '4\u200b2', '42\x00', '\ud800', 'forty-two',
-    '42!', '(42)', '--42', '1' * 201, '0.' + '0' * 200, '１' * 201, '42..',
+    '1/-2', '3/07', '1 1/2', '42%', '$42', '42 dollars', '4²', '½', '4½', '٤٢', '4\u030a2', '\u202e24', '4\u200b2', '42\x00', '\ud800',
+    'forty-two', '42!', '(42)', '--42', '1' * 201, '0.' + '0' * 200, '１' * 201, '42..',
 ])
 def test_what_is_no_number(text):
   assert parse_number(text) is None
@@ -52,8 +51,8 @@ def test_signs_and_units_count_only_where_they_are_declared():
 
 
 @pytest.mark.parametrize('text, value', [
-    ('2 + 3 * 4', 14), ('(2+3)*4', 20), ('2^10', 1024), ('2**-2', Fraction(1, 4)), ('-2^2', -4), ('2^3^2', 512), ('0.1+0.2', Fraction(3, 10)),
-    ('1/3', Fraction(1, 3)), ('- -3', 3), ('2^64', 2**64), (' 7 ', 7),
+    ('2 + 3 * 4', 14), ('(2+3)*4', 20), ('2^10', 1024), ('2**-2', Fraction(1, 4)), ('-2^2', -4), ('2^3^2', 512),
+    ('0.1+0.2', Fraction(3, 10)), ('1/3', Fraction(1, 3)), ('- -3', 3), ('2^64', 2**64), (' 7 ', 7),
 ])
 def test_arithmetic_is_exact(text, value):
   assert evaluate(text) == value
@@ -76,11 +75,10 @@ def test_arithmetic_is_bounded_and_nothing_else_is_read(text):
     ('#### 43', 0, Reason.WRONG), ('#### 42\n#### 43', 0, Reason.WRONG), ('#### -42', 0, Reason.WRONG), ('#### 420', 0, Reason.WRONG),
     ('42', 0, Reason.NO_ANSWER), ('', 0, Reason.NO_ANSWER), ('####', 0, Reason.NO_ANSWER), ('####\n42', 0, Reason.NO_ANSWER),
     ('### 42', 0, Reason.NO_ANSWER), ('##### 42', 0, Reason.NO_ANSWER), ('<think>#### 42</think> Hm.', 0, Reason.NO_ANSWER),
-    ('<think>#### 42', 0, Reason.NO_ANSWER), ('#### 42 <think>', 1, Reason.OK),
-    ('#### 42 or 43', 0, Reason.MULTIPLE), ('#### 42, 43', 0, Reason.MULTIPLE), ('#### 42 = 84/2', 0, Reason.MULTIPLE),
-    ('#### 84/2', 0, Reason.BAD_FORMAT), ('#### 42/1', 1, Reason.OK), ('#### 40 + 2', 0, Reason.MULTIPLE),
-    ('#### 42 apples', 0, Reason.BAD_FORMAT), ('#### 42%', 0, Reason.BAD_FORMAT), ('#### $42', 0, Reason.BAD_FORMAT),
-    ('#### 42' + ' word' * 1000, 0, Reason.TOO_LONG),
+    ('<think>#### 42', 0, Reason.NO_ANSWER), ('#### 42 <think>', 1, Reason.OK), ('#### 42 or 43', 0, Reason.MULTIPLE),
+    ('#### 42, 43', 0, Reason.MULTIPLE), ('#### 42 = 84/2', 0, Reason.MULTIPLE), ('#### 84/2', 0, Reason.BAD_FORMAT),
+    ('#### 42/1', 1, Reason.OK), ('#### 40 + 2', 0, Reason.MULTIPLE), ('#### 42 apples', 0, Reason.BAD_FORMAT),
+    ('#### 42%', 0, Reason.BAD_FORMAT), ('#### $42', 0, Reason.BAD_FORMAT), ('#### 42' + ' word' * 1000, 0, Reason.TOO_LONG),
     ('#### 40\n#### 41\n#### 42', 1, Reason.OK), ('#### 39 #### 40 #### 41 #### 42', 0, Reason.MULTIPLE),
     ('\n'.join(f'#### {n}' for n in range(43)), 0, Reason.MULTIPLE),
 ])
@@ -94,7 +92,8 @@ def test_the_last_marked_answer_counts(reply, score, reason):
     (r'So \boxed{42}.', 1, Reason.OK), (r'\boxed{41} no, \boxed{ 42 }', 1, Reason.OK), (r'\boxed{42}, or \boxed{43}', 0, Reason.WRONG),
     (r'\boxed{42} and \boxed{42', 0, Reason.TRUNCATED), (r'\boxed{42', 0, Reason.TRUNCATED), (r'\boxed{42\}', 0, Reason.TRUNCATED),
     (r'\boxed{}', 0, Reason.NO_ANSWER), (r'\boxed{{42}}', 0, Reason.BAD_FORMAT), ('#### 42', 0, Reason.NO_ANSWER),
-    (r'\boxed{41, 42}', 0, Reason.MULTIPLE), (r'\boxed{1}' * 3 + r'\boxed{42}', 0, Reason.MULTIPLE), (r'\boxed{' * 50_000, 0, Reason.TRUNCATED),
+    (r'\boxed{41, 42}', 0, Reason.MULTIPLE), (r'\boxed{1}' * 3 + r'\boxed{42}', 0, Reason.MULTIPLE),
+    (r'\boxed{' * 50_000, 0, Reason.TRUNCATED),
 ])
 def test_the_last_box_counts_and_must_be_closed(reply, score, reason):
   found = verdict(reply, mark='boxed')
@@ -113,7 +112,7 @@ def test_fractions_count_in_lowest_terms_or_as_exact_decimals():
 def test_declared_units():
   settings = {'currency': True, 'units': ('dollars',)}
   assert verdict('#### $42', **settings).score == verdict('#### 42 dollars', **settings).score == 1
-  assert verdict('#### 42 cents', **settings).score == verdict('#### 42 thousand', **settings).score == verdict('#### 42%', **settings).score == 0
+  assert [verdict(f'#### 42{wrong}', **settings).score for wrong in (' cents', ' thousand', '%', ' $')] == [0] * 4
 
 
 def test_an_answer_of_ours_that_is_no_number_is_never_a_score():
@@ -127,8 +126,8 @@ def test_nothing_that_a_policy_writes_raises_or_pays():
   for reply in (None, 42, 4.2, b'#### 42', ['#### 42'], {'text': '#### 42'}):
     assert verdict(reply).score == 0
   rng = random.Random(0)
-  pieces = ['####', '\\boxed{', '}', '<think>', '</think>', '\n', '/', '-', ',', '.', '%', '1', '9' * 99, '\ud800',
-            '\u0664', '\x00', 'nan', '²', '４', '\u200f']
+  pieces = ['####', '\\boxed{', '}', '<think>', '</think>', '\n', '/', '-', ',', '.', '%', '1', '9' * 99, '\ud800', '\u0664', '\x00', 'nan',
+            '²', '４', '\u200f']
   for _ in range(2000):
     reply = ''.join(rng.choices(pieces, k=rng.randrange(12)))
     for mark in ('hashes', 'boxed'):
@@ -137,8 +136,8 @@ def test_nothing_that_a_policy_writes_raises_or_pays():
 
 
 def test_long_replies_are_read_in_linear_time():
-  for reply in ('#### 1' * 200_000, '#' * 1_000_000, '<think>' * 150_000, '\\boxed{1}' * 100_000,
-                '1,234' * 200_000 + '#### 42', '\\' * 1_000_000):
+  for reply in ('#### 1' * 200_000, '#' * 1_000_000, '<think>' * 150_000, '\\boxed{1}' * 100_000, '1,234' * 200_000 + '#### 42',
+                '\\' * 1_000_000):
     start = time.perf_counter()
     for mark in ('hashes', 'boxed'):
       verdict(reply, mark=mark)

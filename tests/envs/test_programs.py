@@ -59,7 +59,8 @@ def test_operations_do_what_their_source_does_on_every_probe(kinds):
 
 
 def test_a_chain_by_hand():
-  steps = ((operation('keep the even'), None), (operation('square every'), None), (operation('take the sum'), None), (operation('add #', 'int'), 7))
+  steps = ((operation('keep the even'), None), (operation('square every'), None), (operation('take the sum'), None),
+           (operation('add #', 'int'), 7))
   assert programs._run(steps, [1, 2, -4, 3, 2]) == 4 + 16 + 4 + 7
   assert programs._run(steps, []) == 7
   assert programs._source('f', steps) == ('def f(xs):\n    xs = [v for v in xs if v % 2 == 0]\n    xs = [v * v for v in xs]\n'
@@ -91,6 +92,12 @@ def test_the_reference_solves_the_hidden_cases_and_the_example_is_none_of_them(t
     assert eval(example, {task.answer['entry']: function}) is True
     shown = eval(example.split(' == ')[0], {task.answer['entry']: lambda *args: list(args)})
     assert [encode(value) for value in shown] not in [args for args, _ in task.answer['cases']]
+
+
+def test_a_hidden_case_is_never_the_example(monkeypatch):
+  draws = iter([5, 6] * 25)
+  monkeypatch.setattr(programs, '_draw', lambda rng, kind: next(draws))
+  assert programs._example(np.random.default_rng(0), 'int', ((operation('square it', 'int'), None),), [5]) == 6
 
 
 def test_constants_and_the_identity_fail(tasks):
@@ -216,11 +223,12 @@ HUMANEVAL = [
 
 
 def test_humaneval_is_held_out(tmp_path, caplog):
+  rows = HUMANEVAL + [{**HUMANEVAL[0], 'task_id': f'HumanEval/{i}'} for i in range(2, 10)]
   with caplog.at_level(logging.INFO, 'envs.domains.programs'):
-    domain = programs.humaneval(write_jsonl(tmp_path / 'HumanEval.jsonl', HUMANEVAL))
-  assert '1 of 2 tasks' in caplog.text
+    domain = programs.humaneval(write_jsonl(tmp_path / 'HumanEval.jsonl', rows))
+  assert '9 of 10 tasks' in caplog.text
   assert "'a test is not an assert statement': 1" in caplog.text
-  assert (domain.source.size('train', 1), domain.source.size('heldout', 1)) == (0, 1)
+  assert (domain.source.size('train', 1), domain.source.size('heldout', 1)) == (0, 9)
   task = domain.source.task('heldout', 1, 0)
   assert task.answer == {'entry': 'mean', 'is_by_value': True, 'cases': [[[[1, 2]], 1.5], [[[2.0]], 2.0]]}
   assert task.question == 'Complete this function. Reply with a ```python block.\n\ndef mean(xs):\n    """Return the mean of xs."""\n'
