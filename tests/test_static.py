@@ -93,10 +93,10 @@ def config_files():
 
 @pytest.mark.parametrize('path', config_files(), ids=lambda path: path.stem)
 def test_every_config_key_is_read(path):
-  from rl import train
+  from rl import train, train_rl
 
   config = importlib.import_module(f'configs.{path.stem}').get_config()
-  record = config_lib.build(train.TrainConfig, config)
+  record = config_lib.build({'supervised': train.TrainConfig, 'rl': train_rl.RLConfig}[config.stage], config)
   written = config_lib.to_json(record)
 
   def keys(tree, prefix=''):
@@ -114,10 +114,11 @@ def run_python(code):
 
 
 def test_importing_the_library_imports_no_tensorflow_and_envs_no_jax():
-  done = run_python("import sys, models, rl, rl.train, rl.data.loader, models.transformer\n"
+  done = run_python("import sys, models, rl, rl.train, rl.train_rl, rl.data.loader, models.transformer\n"
                     "assert not {'tensorflow', 'torch', 'seqio'} & set(sys.modules), set(sys.modules) & {'tensorflow', 'torch', 'seqio'}")
   assert done.returncode == 0, done.stderr
-  done = run_python("import sys, envs, envs.domains.word_problems\nassert 'jax' not in sys.modules")
+  done = run_python("import sys, envs, envs.checker, envs.tools, envs.verifiers.code, envs.verifiers.math, envs.sandbox.client\n"
+                    "from envs import registry\nregistry.make_domain('programs/generated')\nassert 'jax' not in sys.modules")
   assert done.returncode == 0, done.stderr
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from envs.core import Outcome
-from launch import report, report_page, report_run
+from launch import report_page, report_run, report_text
 from launch.report_run import Change, Place, Rate
 from rl import monitor
 from rl.types import Trajectory
@@ -211,7 +211,7 @@ def test_the_later_of_two_first_evaluations_counts(copy):
 
 
 def test_the_terminal_shows_the_tables(run, directory, tmp_path):
-  text = report.results(run, report_run.read_baseline(write_baseline(directory, tmp_path / 'base.json', name='base\x1b[2J')))
+  text = report_text.results(run, report_run.read_baseline(write_baseline(directory, tmp_path / 'base.json', name='base\x1b[2J')))
   lines = [' '.join(line.split()) for line in text.splitlines()]
   # Wilson, and Bonett and Price: (4 - 2) / 11 +- 1.96 sqrt((6 / 11 - (2 / 11)^2) / 11).
   assert 'step 6 5 of 9 55.6% [26.7%, 81.1%] +22.2 points [-24.1, +60.5] (+3 -1 of 9)' in lines
@@ -222,7 +222,7 @@ def test_the_terminal_shows_the_tables(run, directory, tmp_path):
 
 
 def test_transcripts_are_whole_and_harmless(run):
-  text = report.transcripts(run, 1, 80)
+  text = report_text.transcripts(run, 1, 80)
   assert text.startswith('3 problems were failed at step 0 and are solved at step 6. Some of them:\n== arithmetic/integers/heldout/3/0 ==')
   assert '\nuser:\n  What is 3 * 4, as arithmetic/integers/heldout/3/0?\n          Think.\n-- step 0: reward 0, ok, wrong, 5 tokens --' in text
   assert text.count('user:') == 1 and text.count('assistant:') == 2 and text.count('== arith') == 1
@@ -230,7 +230,7 @@ def test_transcripts_are_whole_and_harmless(run):
   assert all(character.isprintable() or character == '\n' for character in text)
   assert max(map(len, text.splitlines())) <= 80
   assert text.endswith('-- step 6: reward 1, ok, ok, 5 tokens ------------------------------------------\nassistant:\n  It is #### 12')
-  assert report.transcripts(run, 0, 80) == ''
+  assert report_text.transcripts(run, 0, 80) == ''
 
 
 def test_the_program_prints_and_writes_the_page(directory, tmp_path):
@@ -341,9 +341,9 @@ def test_a_supervised_run_has_curves_and_loss(tmp_path):
       board.log_step(step, {'train/loss_nats': 2.0 / step, 'train/grad_norm': 1.0}, 100, 0.0)
       board.write(step, {'heldout/loss_nats': 3.0 / step})
   run = report_run.read_run(tmp_path)
-  text = report.results(run, None)
+  text = report_text.results(run, None)
   assert [line.split() for line in text.splitlines()[-2:]] == [['step', '1', '3.0000'], ['step', '3', '1.0000']]
-  assert report.transcripts(run, 2, 80) == ''
+  assert report_text.transcripts(run, 2, 80) == ''
   data = data_of(report_page.render(run, None, 2**20))
   assert data['rows'] == data['episodes'] == data['outcomes'] == [] and data['ledger'] == {}
   assert data['curves']['series']['train/loss_nats'][1] == [2.0, 1.0, 0.66667] and 'A step' not in dict(data['facts'])
@@ -363,7 +363,7 @@ def test_an_unfinished_last_line_is_left_out_with_a_note(copy):
   run = report_run.read_run(copy)
   assert len(run.log.episodes) == 53 and run.notes == (
       f'The last line of {path} is not finished, as of a run that goes on or was killed; it is left out.',)
-  assert 'Note: The last line of' in report.results(run, None) and data_of(report_page.render(run, None, 2**20))['notes'] == list(run.notes)
+  assert 'Note: The last line of' in report_text.results(run, None) and data_of(report_page.render(run, None, 2**20))['notes'] == list(run.notes)
 
 
 @pytest.mark.parametrize('change, message', [

@@ -21,7 +21,8 @@ def make(mesh, seed=0, rank=0):
   specs = transformer.declare(CONFIG)
   params = params_lib.init(specs, seed, mesh, sharding.TRAIN)
   if rank:
-    params = lora.attach(params, specs, rank=rank, alpha=4.0, targets=lora.TARGETS, rank_stabilized=True, seed=1, mesh=mesh, layout=sharding.TRAIN)
+    params = lora.attach(params, specs, rank=rank, alpha=4.0, targets=lora.TARGETS, rank_stabilized=True, seed=1, mesh=mesh,
+                         layout=sharding.TRAIN)
   return params
 
 

@@ -1,4 +1,4 @@
-"""Episodes: tokens in and out, faults of every kind, deadlines, and an account of every sample. The engine is scripted: it says what a test wants."""
+"""Episodes: tokens in and out, faults of every kind, deadlines, and an account of every sample. The engine says what a test wants."""
 
 from collections import Counter, deque
 import dataclasses
