@@ -3,6 +3,12 @@
 The vocabulary is walked in blocks under a running log-sum-exp, for a chunk of tokens at a time, so one block of logits is the largest
 temporary. Under a mesh each device walks its own tokens and its own part of the vocabulary, and the parts meet in a few sums over tokens.
 
+Tokens that count nothing cost nothing: each device puts those that count first and walks only the chunks that hold one. In reinforcement
+learning and in dialogs that is most of the work.
+
+A logprob's gradient with respect to its hidden state is known before backward starts, up to the cotangent. Where the head is frozen, forward
+computes it in the walk itself: two matmuls in all, where recomputing the logits takes three.
+
 The supervised loss is linear in the logprobs, so its gradients are known up to one factor before backward starts. Forward computes them in
 the walk itself: three matmuls in all, where recomputing the logits takes four. The gradient of the head needs the exponentials once more
 when their sum is known; those of one chunk are kept, in the operands' dtype, and the default chunk bounds them.
@@ -26,11 +32,15 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from models import sharding
+from models.chunks import Chunks
 from models.layers import softcap as capped
 
 # A block of 2048 x 1024 float32 logits stays in a CPU's last-level cache; larger or smaller ones measured slower.
 _BLOCK = 2048
 _CHUNK = 1024
+# Chunks that a device's tokens make at least, so that those that count nothing can be left out. A trained head reads and writes its gradient
+# once for each chunk, so there fewer are better.
+_LEAST_CHUNKS = 4
 _KEPT_BYTES = 256 * 2**20
 
 
@@ -44,6 +54,7 @@ class _Plan:
     token_axes, vocab_axes, embed_axes: mesh axes of more than one device that split the tokens, and V and D of unembed_VD.
     softcap, chunk, unembed_grad: the caller's.
     entropy: whether the entropy is computed beside the logprobs.
+    entropy_grad: whether it is differentiated too.
   """
 
   tokens: P
@@ -55,36 +66,45 @@ class _Plan:
   chunk: int
   unembed_grad: bool
   entropy: bool
+  entropy_grad: bool
+
+  @property
+  def pulls(self) -> bool:
+    """Whether forward leaves nothing to backward but a product."""
+    return not (self.unembed_grad or self.entropy_grad)
 
 
-def token_logprobs(hidden_BTD: jax.Array, unembed_VD: jax.Array, targets_BT: jax.Array, *, softcap: float | None = None,
-                   chunk: int | None = None, unembed_grad: bool = True) -> jax.Array:
+def token_logprobs(hidden_BTD: jax.Array, unembed_VD: jax.Array, targets_BT: jax.Array, mask_BT: jax.Array | None = None, *,
+                   softcap: float | None = None, chunk: int | None = None, unembed_grad: bool = True) -> jax.Array:
   """Return logprobs_BT, float32 nats, of the targets under softmax(hidden unembed^T).
 
   Differentiable in hidden and unembed; backward computes the logits again, block by block. A position whose cotangent is 0 adds nothing to
   any gradient, whatever its hidden state holds. A target outside the vocabulary counts as one of logit 0; use it where a mask follows.
 
-  `softcap`: logits become softcap * tanh(logits / softcap) (arXiv:2408.00118 sec. 2). `chunk`: tokens a device handles at once; None takes
-  1024, or as many as keep chunk x vocabulary operands under 256 MiB. `unembed_grad=False` freezes unembed, whose gradient is then not
+  `mask_BT`: bool; where it is false the result is 0, costs nothing and has no gradient, whatever the hidden state holds. None is true
+  everywhere. `softcap`: logits become softcap * tanh(logits / softcap) (arXiv:2408.00118 sec. 2). `chunk`: most tokens a device handles at once;
+  None takes 1024, or as many as keep chunk x vocabulary operands under 256 MiB. `unembed_grad=False` freezes unembed, whose gradient is then not
   computed.
 
   Raises:
     ValueError: shapes or partitions that do not fit together; chunk or softcap not positive.
-    TypeError: hidden or unembed not floating, targets not integers.
+    TypeError: hidden or unembed not floating, targets not integers, mask not bool.
     RuntimeError: no mesh is set.
   """
   plan, unembed_VD = _plan(hidden_BTD, unembed_VD, targets_BT, softcap, chunk, unembed_grad)
-  return _scores(plan, hidden_BTD, unembed_VD, jax.reshard(targets_BT, plan.tokens))[0]
+  return _scores(plan, hidden_BTD, unembed_VD, jax.reshard(targets_BT, plan.tokens), _mask(plan, targets_BT, mask_BT))[0]
 
 
-def token_logprobs_and_entropy(hidden_BTD: jax.Array, unembed_VD: jax.Array, targets_BT: jax.Array, *, softcap: float | None = None,
-                               chunk: int | None = None, unembed_grad: bool = True) -> tuple[jax.Array, jax.Array]:
-  """Return (logprobs_BT, entropy_BT), float32 nats; the entropy is the whole distribution's, and differentiable too.
+def token_logprobs_and_entropy(hidden_BTD: jax.Array, unembed_VD: jax.Array, targets_BT: jax.Array, mask_BT: jax.Array | None = None, *,
+                               softcap: float | None = None, chunk: int | None = None, unembed_grad: bool = True,
+                               entropy_grad: bool = True) -> tuple[jax.Array, jax.Array]:
+  """Return (logprobs_BT, entropy_BT), float32 nats; the entropy is the whole distribution's, and differentiable with `entropy_grad`.
 
   Arguments, errors and masked positions as in `token_logprobs`.
   """
-  plan, unembed_VD = _plan(hidden_BTD, unembed_VD, targets_BT, softcap, chunk, unembed_grad, entropy=True)
-  return _scores(plan, hidden_BTD, unembed_VD, jax.reshard(targets_BT, plan.tokens))
+  plan, unembed_VD = _plan(hidden_BTD, unembed_VD, targets_BT, softcap, chunk, unembed_grad, entropy=True, entropy_grad=entropy_grad)
+  logprobs_BT, entropy_BT = _scores(plan, hidden_BTD, unembed_VD, jax.reshard(targets_BT, plan.tokens), _mask(plan, targets_BT, mask_BT))
+  return logprobs_BT, entropy_BT if entropy_grad else lax.stop_gradient(entropy_BT)
 
 
 def weighted_nll(hidden_BTD: jax.Array, unembed_VD: jax.Array, targets_BT: jax.Array, weight_BT: jax.Array, *,
@@ -106,7 +126,17 @@ def weighted_nll(hidden_BTD: jax.Array, unembed_VD: jax.Array, targets_BT: jax.A
   return _nll(plan, hidden_BTD, unembed_VD, targets_BT, weight_BT)
 
 
-def _plan(hidden_BTD, unembed_VD, targets_BT, softcap, chunk, unembed_grad, entropy=False) -> tuple[_Plan, jax.Array]:
+def _mask(plan: _Plan, targets_BT, mask_BT) -> jax.Array:
+  if mask_BT is None:
+    mask_BT = jnp.ones(targets_BT.shape, bool)
+  if mask_BT.shape != targets_BT.shape:
+    raise ValueError(f'mask_BT{mask_BT.shape} must have the shape of targets_BT{targets_BT.shape}.')
+  if mask_BT.dtype != jnp.bool_:
+    raise TypeError(f'mask_BT must be bool, got {mask_BT.dtype}; a weight becomes a mask by != 0.')
+  return jax.reshard(mask_BT, plan.tokens)
+
+
+def _plan(hidden_BTD, unembed_VD, targets_BT, softcap, chunk, unembed_grad, entropy=False, entropy_grad=False) -> tuple[_Plan, jax.Array]:
   if hidden_BTD.ndim != 3 or unembed_VD.ndim != 2 or hidden_BTD.shape[-1] != unembed_VD.shape[-1]:
     raise ValueError(f'hidden_BTD{hidden_BTD.shape} and unembed_VD{unembed_VD.shape} must be [B, T, D] and [V, D] with one D.')
   if targets_BT.shape != hidden_BTD.shape[:2]:
@@ -138,7 +168,8 @@ def _plan(hidden_BTD, unembed_VD, targets_BT, softcap, chunk, unembed_grad, entr
   if chunk is None:
     vocab = unembed_VD.shape[0] // math.prod(mesh.shape[axis] for axis in vocab_axes)
     chunk = min(_CHUNK, max(1, _KEPT_BYTES // (vocab * hidden_BTD.dtype.itemsize)))
-  plan = _Plan(P(*hidden[:2]), unembed, token_axes, vocab_axes, embed_axes, softcap, chunk, unembed_grad, entropy)
+  plan = _Plan(P(*hidden[:2]), unembed, token_axes, vocab_axes, embed_axes, softcap, chunk, unembed_grad, entropy,
+               entropy_grad)
   return plan, unembed_VD if unembed_grad else lax.stop_gradient(unembed_VD)
 
 
@@ -186,19 +217,8 @@ def _over_blocks(vocab: int, body: Callable, carry):
   return body(carry, blocks, blocks * _BLOCK, rest) if rest else carry
 
 
-def _in_chunks(plan: _Plan, x_BT: jax.Array) -> jax.Array:
-  """Reshape [B, T, ...] to [chunks, tokens of a chunk, ...], padded with zeros."""
-  num = x_BT.shape[0] * x_BT.shape[1]
-  chunks = -(-num // plan.chunk)
-  size = -(-num // chunks)
-  x_T = x_BT.reshape(num, *x_BT.shape[2:])
-  return jnp.pad(x_T, ((0, chunks * size - num),) + ((0, 0),) * (x_T.ndim - 1)).reshape(chunks, size, *x_T.shape[1:])
-
-
-def _in_rows(x, like_BT: jax.Array) -> jax.Array:
-  """Undo `_in_chunks`."""
-  tail = x.shape[2:]
-  return x.reshape(-1, *tail)[:like_BT.shape[0] * like_BT.shape[1]].reshape(*like_BT.shape[:2], *tail)
+def _chunks(plan: _Plan, mask_BT) -> Chunks:
+  return Chunks.of(mask_BT, plan.chunk, 1 if plan.unembed_grad else _LEAST_CHUNKS)
 
 
 def _whole(plan: _Plan, unembed_VD, dtype) -> jax.Array:
@@ -291,53 +311,80 @@ def _target_logits(plan: _Plan, hidden_TD, rows_TD) -> jax.Array:
   return capped(_over_vocab(plan, lax.psum, raw_T), plan.softcap)
 
 
+def _nll_pull(plan: _Plan, walk: dict, lse_T, logits_T, rows_TD) -> tuple[jax.Array, jax.Array]:
+  """Return (d nll / d hidden)_TD, and the derivative of nll with respect to the target's raw logit."""
+  slope_T = 1.0 if plan.softcap is None else 1 - (logits_T / plan.softcap)**2
+  at_target_T = (jnp.exp(logits_T - lse_T) - 1) * slope_T
+  pull_TD = (walk['pull_DT'] * jnp.exp(walk['top_T'] - lse_T)[None]).T
+  return _over_vocab(plan, lax.psum, pull_TD + at_target_T[:, None] * rows_TD.astype(jnp.float32)), at_target_T
+
+
 # Logprobs and entropy.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scores(plan, hidden_BTD, unembed_VD, targets_BT):
-  return _scores_forward(plan, hidden_BTD, unembed_VD, targets_BT)[0]
+def _scores(plan, hidden_BTD, unembed_VD, targets_BT, mask_BT):
+  return _scored(plan, hidden_BTD, unembed_VD, targets_BT, mask_BT, pulls=False)[0]
 
 
-def _scores_forward(plan, hidden_BTD, unembed_VD, targets_BT):
-  def device(hidden_BTD, unembed_VD, targets_BT):
+def _scores_forward(plan, hidden_BTD, unembed_VD, targets_BT, mask_BT):
+  scores, (lse_BT, pull_BTD) = _scored(plan, hidden_BTD, unembed_VD, targets_BT, mask_BT, pulls=plan.pulls)
+  saved = (pull_BTD,) if plan.pulls else (hidden_BTD, unembed_VD, targets_BT, mask_BT, lse_BT, *scores[1:])
+  return scores, saved
+
+
+def _scored(plan, hidden_BTD, unembed_VD, targets_BT, mask_BT, *, pulls: bool):
+  """Return ((logprobs_BT, entropy_BT if asked), (lse_BT, pull_BTD)); pull_BTD, if asked, is the logprobs' gradient, else None."""
+  def device(hidden_BTD, unembed_VD, targets_BT, mask_BT):
     dtype = hidden_BTD.dtype
     whole_VD = _whole(plan, unembed_VD, dtype)
 
-    def chunk(arrays):
+    def chunk(_, arrays):
       hidden_TD, targets_T = arrays
-      walk = _walk(plan, hidden_TD, whole_VD)
+      walk = _walk(plan, hidden_TD, whole_VD, targets_T if pulls else None)
       lse_T = _logsumexp(plan, walk)
-      logprobs_T = _target_logits(plan, hidden_TD, _target_rows(whole_VD, targets_T, dtype)) - lse_T
-      if not plan.entropy:
-        return logprobs_T, lse_T
-      return logprobs_T, lse_T, lse_T - _over_vocab(plan, lax.psum, walk['moment_T'] * jnp.exp(walk['top_T'] - lse_T))
+      rows_TD = _target_rows(whole_VD, targets_T, dtype)
+      logits_T = _target_logits(plan, hidden_TD, rows_TD)
+      found = [logits_T - lse_T, lse_T]
+      if plan.entropy:
+        found.append(lse_T - _over_vocab(plan, lax.psum, walk['moment_T'] * jnp.exp(walk['top_T'] - lse_T)))
+      if pulls:
+        found.append(-_nll_pull(plan, walk, lse_T, logits_T, rows_TD)[0].astype(dtype))
+      return None, tuple(found)
 
-    scores = lax.map(chunk, (_in_chunks(plan, hidden_BTD), _in_chunks(plan, _local(plan, targets_BT, whole_VD))))
-    return tuple(_in_rows(x, targets_BT) for x in scores)
+    chunks = _chunks(plan, mask_BT)
+    _, found = chunks.map(chunk, None, (chunks.take(hidden_BTD), chunks.take(_local(plan, targets_BT, whole_VD))))
+    return tuple(chunks.put(x) for x in found)
 
-  run = _on_mesh(plan, device, num_per_token=1, num_returned=2 + plan.entropy, gradients=False)
-  logprobs_BT, lse_BT, *entropy_BT = run(hidden_BTD, unembed_VD, targets_BT)
-  return (logprobs_BT, *entropy_BT), (hidden_BTD, unembed_VD, targets_BT, lse_BT, *entropy_BT)
+  run = _on_mesh(plan, device, num_per_token=2, num_returned=2 + plan.entropy + pulls, gradients=False)
+  logprobs_BT, lse_BT, *rest = run(hidden_BTD, unembed_VD, targets_BT, mask_BT)
+  pull_BTD = rest.pop() if pulls else None
+  return (logprobs_BT, *rest), (lse_BT, pull_BTD)
 
 
 def _scores_backward(plan, saved, cotangents):
   """With p = softmax(logits) and entropy H: dlogits = g_logprob (onehot - p) - g_entropy p (log p + H), each block recomputed."""
-  def device(hidden_BTD, unembed_VD, targets_BT, lse_BT, *rest):
+  if plan.pulls:
+    pull_BTD, = saved
+    gradient_BT1 = cotangents[0][..., None]
+    # A cotangent of 0 adds nothing, whatever the hidden state held.
+    dhidden_BTD = jnp.where(gradient_BT1 != 0, gradient_BT1 * pull_BTD.astype(jnp.float32), 0).astype(pull_BTD.dtype)
+    return dhidden_BTD, None, None, None
+
+  def device(hidden_BTD, unembed_VD, targets_BT, mask_BT, lse_BT, *rest):
     dtype, embed = hidden_BTD.dtype, hidden_BTD.shape[-1]
     alive_BT = functools.reduce(jnp.logical_or, [x != 0 for x in rest[plan.entropy:]])
-    hidden_BTD = jnp.where(alive_BT[..., None], hidden_BTD, 0)
-    per_token = [jnp.where(alive_BT, x, 0) for x in (lse_BT, *rest)]
     whole_VD = _whole(plan, unembed_VD, dtype)
-    hidden, targets, *per_token = (_in_chunks(plan, x) for x in (hidden_BTD, _local(plan, targets_BT, whole_VD), *per_token))
-    chunks, size, _ = hidden.shape
+    chunks = _chunks(plan, mask_BT & alive_BT)
+    arrays = tuple(chunks.take(x) for x in (hidden_BTD, _local(plan, targets_BT, whole_VD), lse_BT, *rest))
 
     def body(carry, block, start, size):
       block_VD = _rows(whole_VD, start, size, dtype)
       block_DV = _transposed(block_VD)
 
-      def chunk(dblock_VD, arrays):
-        dhidden_DT, hidden_TD, targets_T, lse_T, *rest = arrays
+      def chunk(index, carry):
+        dblock_VD, dhidden = carry
+        hidden_TD, targets_T, lse_T, *rest = (lax.dynamic_index_in_dim(x, index, keepdims=False) for x in arrays)
         logits_VT, slope_VT = _logits(plan, block_VD, hidden_TD)
         surprise_VT = logits_VT - lse_T[None]
         if plan.entropy:
@@ -350,23 +397,25 @@ def _scores_backward(plan, saved, cotangents):
         dlogits_VT = (dlogits_VT * slope_VT).astype(dtype)
         if plan.unembed_grad:
           dblock_VD = dblock_VD + _dot(dlogits_VT, hidden_TD, 0)
-        return dblock_VD, dhidden_DT + _dot(block_DV, dlogits_VT, 0)
+        dhidden_DT = lax.dynamic_index_in_dim(dhidden, index, keepdims=False) + _dot(block_DV, dlogits_VT, 0)
+        return dblock_VD, lax.dynamic_update_index_in_dim(dhidden, dhidden_DT, index, 0)
 
       dhidden, dunembed_VD = carry
       dblock_VD = jnp.zeros((size, embed), jnp.float32) if plan.unembed_grad else None
-      dblock_VD, dhidden = lax.scan(chunk, dblock_VD, (dhidden, hidden, targets, *per_token))
+      dblock_VD, dhidden = chunks.fold(chunk, (dblock_VD, dhidden))
       if plan.unembed_grad:
         dunembed_VD = lax.dynamic_update_slice_in_dim(dunembed_VD, dblock_VD, start, 0)
       return dhidden, dunembed_VD
 
     dunembed_VD = jnp.zeros(whole_VD.shape, jnp.float32) if plan.unembed_grad else None
-    dhidden, dunembed_VD = _over_blocks(whole_VD.shape[0], body, (jnp.zeros((chunks, embed, size), jnp.float32), dunembed_VD))
-    dhidden_BTD = _in_rows(_over_vocab(plan, lax.psum, dhidden.swapaxes(1, 2)), targets_BT).astype(dtype)
+    dhidden = jnp.zeros((chunks.count, embed, chunks.size), jnp.float32)
+    dhidden, dunembed_VD = _over_blocks(whole_VD.shape[0], body, (dhidden, dunembed_VD))
+    dhidden_BTD = chunks.put(_over_vocab(plan, lax.psum, dhidden.swapaxes(1, 2))).astype(dtype)
     return dhidden_BTD, _reduced(plan, dunembed_VD, unembed_VD.dtype) if plan.unembed_grad else None
 
-  hidden_BTD, unembed_VD, targets_BT, *per_token = saved
-  run = _on_mesh(plan, device, num_per_token=1 + len(per_token) + len(cotangents), num_returned=0, gradients=True)
-  return (*run(hidden_BTD, unembed_VD, targets_BT, *per_token, *cotangents), None)
+  hidden_BTD, unembed_VD, targets_BT, mask_BT, *per_token = saved
+  run = _on_mesh(plan, device, num_per_token=2 + len(per_token) + len(cotangents), num_returned=0, gradients=True)
+  return (*run(hidden_BTD, unembed_VD, targets_BT, mask_BT, *per_token, *cotangents), None, None)
 
 
 _scores.defvjp(_scores_forward, _scores_backward)
@@ -377,8 +426,7 @@ _scores.defvjp(_scores_forward, _scores_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _nll(plan, hidden_BTD, unembed_VD, targets_BT, weight_BT):
-  hidden_BTD = jnp.where((weight_BT != 0)[..., None], hidden_BTD, 0)
-  return _summed(weight_BT, -_scores(plan, hidden_BTD, unembed_VD, targets_BT)[0])
+  return _summed(weight_BT, -_scores(plan, hidden_BTD, unembed_VD, targets_BT, weight_BT != 0)[0])
 
 
 def _summed(weight_BT, nll_BT):
@@ -391,12 +439,11 @@ def _nll_forward(plan, hidden_BTD, unembed_VD, targets_BT, weight_BT):
     dtype = hidden_BTD.dtype
     whole_VD = _whole(plan, unembed_VD, dtype)
     dunembed_VD = jnp.zeros(whole_VD.shape, jnp.float32) if plan.unembed_grad else None
-    hidden_BTD = jnp.where((weight_BT != 0)[..., None], hidden_BTD, 0)
+    chunks = _chunks(plan, weight_BT != 0)
     arrays = (hidden_BTD, _local(plan, targets_BT, whole_VD), weight_BT.astype(jnp.float32))
-    dunembed_VD, (dhidden, nll) = lax.scan(functools.partial(_nll_chunk, plan, whole_VD), dunembed_VD,
-                                           tuple(_in_chunks(plan, x) for x in arrays))
+    dunembed_VD, (dhidden, nll) = chunks.map(functools.partial(_nll_chunk, plan, whole_VD), dunembed_VD, tuple(map(chunks.take, arrays)))
     dunembed_VD = _reduced(plan, dunembed_VD, unembed_VD.dtype) if plan.unembed_grad else None
-    return _in_rows(dhidden, targets_BT).astype(dtype), dunembed_VD, _in_rows(nll, targets_BT)
+    return chunks.put(dhidden).astype(dtype), dunembed_VD, chunks.put(nll)
 
   run = _on_mesh(plan, device, num_per_token=2, num_returned=1, gradients=True)
   dhidden_BTD, dunembed_VD, nll_BT = run(hidden_BTD, unembed_VD, targets_BT, weight_BT)
@@ -412,10 +459,8 @@ def _nll_chunk(plan, unembed_VD, dunembed_VD, arrays):
   lse_T = _logsumexp(plan, walk)
   rows_TD = _target_rows(unembed_VD, targets_T, dtype)
   logits_T = _target_logits(plan, hidden_TD, rows_TD)
-  slope_T = 1.0 if plan.softcap is None else 1 - (logits_T / plan.softcap)**2
-  at_target_T = weight_T * (jnp.exp(logits_T - lse_T) - 1) * slope_T
-  dhidden_TD = (walk['pull_DT'] * (weight_T * jnp.exp(walk['top_T'] - lse_T))[None]).T
-  dhidden_TD = _over_vocab(plan, lax.psum, dhidden_TD + at_target_T[:, None] * rows_TD.astype(jnp.float32))
+  dhidden_TD, at_target_T = _nll_pull(plan, walk, lse_T, logits_T, rows_TD)
+  dhidden_TD, at_target_T = weight_T[:, None] * dhidden_TD, weight_T * at_target_T
   if plan.unembed_grad:
     scale_IT = weight_T[None] * jnp.exp(walk['tops_IT'] - lse_T[None])
 

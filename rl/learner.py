@@ -79,9 +79,8 @@ def policy_loss(settings: PolicyLossConfig) -> Loss:
   def loss(params, batch, config, layout, *, unembed_grad):
     hidden_BTD = _hidden(params, batch, config, layout)
     logprobs_BT, entropy_BT = heads.token_logprobs_and_entropy(
-        hidden_BTD, transformer.unembedding(params, config), batch.targets_BT, softcap=config.final_softcap, unembed_grad=unembed_grad)
-    if not settings.entropy_coef:
-      entropy_BT = jax.lax.stop_gradient(entropy_BT)
+        hidden_BTD, transformer.unembedding(params, config), batch.targets_BT, batch.loss_weight_BT != 0, softcap=config.final_softcap,
+        unembed_grad=unembed_grad, entropy_grad=settings.entropy_coef != 0)
     loss_BT, metrics = losses.policy_loss_BT(logprobs_BT, batch, settings, entropy_BT)
     total = jnp.sum(loss_BT * batch.loss_weight_BT)
     return total, {'train/loss': Sum(total), **_counts(batch), **metrics}
@@ -123,9 +122,8 @@ def build(config: ModelConfig, layout: Layout, mesh: Mesh, optimizer: optax.Grad
     return grads, metrics
 
   def score_params(params, batch):
-    scores = heads.token_logprobs_and_entropy(_hidden(params, batch, config, layout), transformer.unembedding(params, config),
-                                              batch.targets_BT, softcap=config.final_softcap, unembed_grad=False)
-    return Scores(*(jnp.where(batch.loss_weight_BT != 0, scores_BT, 0) for scores_BT in scores))
+    return Scores(*heads.token_logprobs_and_entropy(_hidden(params, batch, config, layout), transformer.unembedding(params, config),
+                                                    batch.targets_BT, batch.loss_weight_BT != 0, softcap=config.final_softcap))
 
   def accumulate(total, grads):
     return jax.tree.map(jnp.add, total, grads)

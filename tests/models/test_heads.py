@@ -193,6 +193,63 @@ def test_positions_of_weight_zero_contribute_nothing():
   jax.tree.map(close, masked(garbage, unembed, nowhere), masked(hidden, unembed, targets))
 
 
+@functools.partial(jax.jit, static_argnames=('entropy_grad', 'unembed_grad'))
+def masked_scores_and_grads(hidden, unembed, targets, mask, mix, **options):
+  def loss(hidden, unembed):
+    scores = heads.token_logprobs_and_entropy(hidden, unembed, targets, mask, softcap=3.0, chunk=3, **options)
+    return jnp.sum(mix * scores[0] + (mix**2 - 0.3) * scores[1]), scores
+
+  grads, scores = jax.grad(loss, (0, 1), has_aux=True)(hidden, unembed)
+  return scores, grads
+
+
+@pytest.mark.parametrize('mesh', [{}, MESHES['fsdp2_tensor2'], MESHES['seq2']], ids=['one', 'fsdp2_tensor2', 'seq2'], indirect=True)
+@pytest.mark.parametrize(('entropy_grad', 'unembed_grad'), [(True, True), (True, False), (False, True), (False, False)])
+def test_masked_positions_are_zero_and_the_rest_is_what_it_was(mesh, entropy_grad, unembed_grad):
+  hidden, unembed, targets, mix = arrays(96)
+  mask = np.random.default_rng(2).random((B, T)) < 0.4
+  with jax.set_mesh(sharding.make_mesh(devices=jax.devices()[:1])):
+    wanted = dense_jax(hidden, unembed, targets, 3.0)
+
+    def loss(hidden, unembed):
+      logprobs, entropy = dense_jax(hidden, unembed, targets, 3.0)
+      entropy = entropy if entropy_grad else jax.lax.stop_gradient(entropy)
+      return jnp.sum(jnp.where(mask, mix * logprobs + (mix**2 - 0.3) * entropy, 0))
+
+    wanted_grads = jax.grad(loss, (0, 1))(hidden, unembed)
+  garbage, nowhere = np.where(mask[..., None], hidden, np.nan), np.where(mask, targets, -1)
+  placed = place(mesh, garbage.astype(np.float32), unembed, nowhere.astype(np.int32), mask, mix)
+  scores, grads = masked_scores_and_grads(*placed, entropy_grad=entropy_grad, unembed_grad=unembed_grad)
+  for got, want in zip(scores, wanted):
+    close(got, np.where(mask, want, 0))
+    assert not np.any(np.asarray(got)[~mask])
+  close(grads[0], wanted_grads[0])
+  close(grads[1], wanted_grads[1] if unembed_grad else 0 * unembed)
+  # Nothing counts: nothing is computed, whatever is there.
+  for got in jax.tree.leaves(masked_scores_and_grads(*placed[:3], placed[3] & False, placed[4], entropy_grad=entropy_grad,
+                                                     unembed_grad=unembed_grad)):
+    assert not np.any(got)
+
+
+@pytest.mark.parametrize(('num_live', 'visited'), [(0, 0), (1, 1), (4, 1), (5, 2), (16, 4)])
+def test_chunks_that_count_nothing_are_not_visited(num_live, visited):
+  hidden, unembed, targets, _ = arrays()
+  mask = np.zeros(B * T, bool)
+  mask[np.random.default_rng(3).permutation(B * T)[:num_live]] = True
+  plan, _ = heads._plan(hidden, unembed, targets, None, 8, False)
+  chunks = heads._chunks(plan, jnp.asarray(mask.reshape(B, T)))
+  assert (chunks.count, chunks.size) == (4, 4)
+  assert chunks.fold(lambda _, visits: visits + 1, 0) == visited
+
+
+def test_a_frozen_head_leaves_no_matmul_to_backward():
+  hidden, unembed, targets, _ = arrays()
+  for entropy in (False, True):
+    function = functools.partial(heads.token_logprobs_and_entropy, entropy_grad=False) if entropy else heads.token_logprobs
+    _, transpose = jax.vjp(lambda h: jax.tree.leaves(function(h, unembed, targets, unembed_grad=False))[0], hidden)
+    assert 'dot_general' not in str(jax.make_jaxpr(transpose)(jnp.ones((B, T))))
+
+
 def test_nll_carries_no_gradient():
   hidden, unembed, targets, weight = arrays()
   assert not np.any(jax.grad(lambda h: jnp.sum(heads.weighted_nll(h, unembed, targets, weight)[1]))(hidden))
@@ -287,6 +344,14 @@ def test_bad_input(change, error, message):
   positional = [given.pop(name) for name in ('hidden', 'unembed', 'targets', 'weight')]
   with pytest.raises(error, match=message):
     heads.weighted_nll(*positional, **given)
+
+
+def test_a_mask_is_bool_and_has_the_shape_of_the_targets():
+  hidden, unembed, targets, weight = arrays()
+  with pytest.raises(TypeError, match=r'mask_BT must be bool, got float32; a weight becomes a mask by != 0'):
+    heads.token_logprobs(hidden, unembed, targets, weight)
+  with pytest.raises(ValueError, match=r'mask_BT\(2,\) must have the shape of targets_BT\(2, 8\)'):
+    heads.token_logprobs(hidden, unembed, targets, np.ones(B, bool))
 
 
 @pytest.mark.parametrize('mesh', [{'fsdp': 2, 'tensor': 2}], indirect=True)

@@ -38,12 +38,17 @@ def steps(*arguments, count=None, **settings):
     return list(itertools.islice(loader, count))
 
 
+def arrays(batch):
+  """Return the (name, array) pairs that a supervised batch has."""
+  return [(name, array) for name, array in batch.__dict__.items() if array is not None]
+
+
 def assert_equal(left, right):
   assert [step.documents for step in left] == [step.documents for step in right]
   for one, other in zip(left, right, strict=True):
     assert one.sources == other.sources
     for first, second in zip(one.batches, other.batches, strict=True):
-      for name, array in first.__dict__.items():
+      for name, array in arrays(first):
         np.testing.assert_array_equal(array, getattr(second, name), strict=True)
 
 
@@ -77,7 +82,7 @@ def test_micro_batches_are_the_rows_of_one_large_batch():
   parts = steps(endless(1), encode, rows=2, micro_batches=3, length=16, count=5)
   assert [step.documents for step in parts] == [step.documents for step in whole]
   for one, other in zip(whole, parts, strict=True):
-    for name, array in one.batches[0].__dict__.items():
+    for name, array in arrays(one.batches[0]):
       np.testing.assert_array_equal(np.concatenate([getattr(batch, name) for batch in other.batches]), array)
     assert sum(batch.loss_weight_BT.sum(dtype=np.float64) for batch in other.batches) == pytest.approx(1, rel=1e-6)
 
@@ -116,7 +121,7 @@ def test_hosts_together_give_the_batch_of_one(hosts):
     assert {part[index].documents for part in parts} == {step.documents}
     assert {part[index].num_targets for part in parts} == {step.num_targets}
     for micro_batch, batch in enumerate(step.batches):
-      for name, array in batch.__dict__.items():
+      for name, array in arrays(batch):
         rows = [getattr(part[index].batches[micro_batch], name) for part in parts]
         np.testing.assert_array_equal(np.concatenate(rows), array)
 
