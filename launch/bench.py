@@ -199,10 +199,10 @@ def bench_grpo() -> None:
   ours, peers = results.pop('ours'), results
   noisy = [name for name, result in [('ours', ours), *peers.items()] if not result.is_quiet]
   if noisy:
-    print(f'Other processes were busy during the steps of {", ".join(noisy)}; repeat this on a quiet machine before believing a ratio.')
+    print(f'Other processes were busy during the steps of {", ".join(noisy)}; repeat this on a quiet machine for a verdict.')
   if peers:
     fastest = min(peers, key=lambda name: peers[name].wall_s)
-    print(f'speed  {_verdict(peers[fastest].wall_s / ours.wall_s, bench_rl.BARS)} of {fastest}\n'
+    print(f'speed  {_verdict(peers[fastest].wall_s / ours.wall_s, None if noisy else bench_rl.BARS)} of {fastest}\n'
           f'CPU    {min(peer.cpu_s for peer in peers.values()) / ours.cpu_s:.2f}x the most frugal peer')
 
 
