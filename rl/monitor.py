@@ -308,7 +308,10 @@ def code_revision() -> str:
 
 
 def _truncate(path: Path, last_step: int) -> None:
-  """Keep the lines of steps up to `last_step`; a last line without its newline is the trace of a crash and goes too."""
+  """Keep the lines of steps up to `last_step`, and none of a run that starts afresh at 0.
+
+  A last line without its newline is the trace of a crash and goes too.
+  """
   if not path.exists():
     return
   kept = []
@@ -318,7 +321,7 @@ def _truncate(path: Path, last_step: int) -> None:
       step = json.loads(line)['step']
     except (ValueError, KeyError, TypeError) as error:
       raise ValueError(f'{path}, line {number}: {line[:80]!r} is not a JSON object with a step; move the file away.') from error
-    if step <= last_step:
+    if step <= last_step and last_step > 0:
       kept.append(line + '\n')
   _replace_text(path, ''.join(kept))
 
