@@ -34,10 +34,13 @@ startup.prepare()
 def run(main: Callable[[list[str]], None]) -> None:
   """Run a program: parse flags, log what our packages say and the warnings of others, and turn mistakes of the user into one message.
 
-  `ValueError` and `FileNotFoundError` carry the whole story (what, value, allowed, how to fix); their traceback would hide it.
+  `ValueError`, `FileNotFoundError` and `SandboxUnavailable` carry the whole story: what, value, allowed, how to fix.
+  Their traceback would hide it.
   """
   from absl import app
   from absl import logging as absl_logging
+
+  from envs.sandbox.client import SandboxUnavailable
 
   def guarded(argv: list[str]) -> None:
     if len(argv) > 1:
@@ -48,7 +51,7 @@ def run(main: Callable[[list[str]], None]) -> None:
       logging.getLogger(package).setLevel(logging.INFO)
     try:
       main(argv)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, SandboxUnavailable) as error:
       logging.getLogger('launch').debug('Where it was raised:', exc_info=True)
       raise SystemExit(f'launch.{os.path.splitext(os.path.basename(argv[0]))[0]}: {error}') from error
 

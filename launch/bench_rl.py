@@ -152,7 +152,7 @@ def peer_command(name: str, directory: str | Path, num_steps: int) -> list[str]:
 
 def ours(num_steps: int) -> list[dict]:
   """Run our loop for `num_steps` steps after the warm-up and return them as `StepClock.steps`, the warm-up included."""
-  from rl import monitor, train_rl
+  from rl import monitor, rl_config, train_rl
   from rl.curriculum import DomainConfig
   from rl.optimizer import OptimizerConfig
   from rl.rollout.worker import RolloutConfig
@@ -171,12 +171,12 @@ def ours(num_steps: int) -> list[dict]:
 
   with tempfile.TemporaryDirectory() as directory:
     _write_model(Path(directory) / 'model')
-    train_rl.run(train_rl.RLConfig(
+    train_rl.run(rl_config.RLConfig(
         model=ModelSource(str(Path(directory) / 'model')), domains={'arithmetic/integers': DomainConfig()}, num_steps=total + 1,
         groups=1, group_size=peers_rl.GROUP, aggregation='sequence_mean', rows=peers_rl.GROUP,
         length=peers_rl.PROMPT + peers_rl.COMPLETION, rollout=RolloutConfig(
             max_new_tokens=peers_rl.COMPLETION, max_length=peers_rl.PROMPT + peers_rl.COMPLETION, slots=peers_rl.GROUP,
-            steps_per_launch=16),
+            steps_per_launch=16, prefill_chunk=peers_rl.PROMPT),
         layout=LayoutConfig(scan=False, compute_dtype='float32'),
         optimizer=OptimizerConfig(learning_rate=peers_rl.LEARNING_RATE, schedule='constant'),
         checkpoint_every_steps=total + 1), Path(directory) / 'run', make_env)

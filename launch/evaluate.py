@@ -26,7 +26,7 @@ import numpy as np
 from envs.tool_env import ToolEnv
 import launch
 from models import chat, heads, sampling, sharding, startup, transformer
-from rl import batching, monitor, train, train_rl
+from rl import batching, monitor, rl_config, train
 from rl import config as config_lib
 from rl import policy as policy_lib
 from rl.curriculum import heldout_problems, make_domains
@@ -132,7 +132,7 @@ def evaluate_domains() -> dict:
   """Try the held-out problems of --config and return the results as JSON values."""
   settings = _CONFIG.value.copy_and_resolve_references()
   settings.model.path = _MODEL.value
-  config = config_lib.build(train_rl.RLConfig, settings)
+  config = config_lib.build(rl_config.RLConfig, settings)
   domains, domain_configs = make_domains(config.domains)
   problems = heldout_problems(domains, domain_configs, config.eval.problems)
   startup.check_backend()

@@ -17,7 +17,7 @@ import launch
 from launch import report_run, report_text
 from models import startup
 from rl import config as config_lib
-from rl import train, train_rl
+from rl import rl_config, train, train_rl
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'File with get_config(); fields are flags of their own.')
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run: checkpoints, metrics, resolved config.')
@@ -25,7 +25,7 @@ _LOG = logging.getLogger('launch.train')
 
 
 def main(_: list[str]) -> None:
-  stages = {'supervised': (train.TrainConfig, train.run), 'rl': (train_rl.RLConfig, train_rl.run)}
+  stages = {'supervised': (train.TrainConfig, train.run), 'rl': (rl_config.RLConfig, train_rl.run)}
   stage = _CONFIG.value.get('stage')
   if stage not in stages:
     raise ValueError(f'config.stage={stage!r} must be one of {", ".join(stages)}.')

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+import logging
 from typing import Any, Literal
 
 import numpy as np
 
 from envs import registry
 from envs.core import Domain, Problem
+from envs.sandbox import client
 
+_LOG = logging.getLogger(__name__)
 _STREAM = 1
 _MEMORY = 0.9  # Of the pass rate, at each group.
 _FLOOR = 0.05
@@ -47,6 +50,7 @@ def make_domains(configs: Mapping[str, DomainConfig]) -> tuple[dict[str, Domain]
   Raises:
     ValueError: none is named, an unknown one, one twice, or a level it does not have.
     FileNotFoundError: a data file is not there.
+    SandboxUnavailable: a domain runs code, and there is no sandbox to run it in.
   """
   if not configs:
     raise ValueError(f'domains={{}} names none; give at least one of {", ".join(registry.names())}.')
@@ -59,6 +63,8 @@ def make_domains(configs: Mapping[str, DomainConfig]) -> tuple[dict[str, Domain]
     for level in config.levels:
       if not 1 <= level <= domain.source.num_levels:
         raise ValueError(f'domains.{name}.levels={config.levels}: level {level} is not one of 1 to {domain.source.num_levels}.')
+  if any(domain.needs_sandbox for domain in domains.values()):
+    _LOG.info('sandbox: %s', client.shared().tier)
   return domains, by_name
 
 

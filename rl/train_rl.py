@@ -22,14 +22,14 @@ from dataclasses import dataclass, field
 import logging
 from pathlib import Path
 import time
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 import numpy as np
 
-from envs.core import Domain, Outcome
+from envs.core import Domain
 from envs.tool_env import ToolEnv
 from models import chat, sharding, transformer
 from models import params as params_lib
@@ -43,114 +43,20 @@ from rl import config as config_lib
 from rl import learner as learner_lib
 from rl import metrics as metrics_lib
 from rl import run as run_lib
-from rl.batching import Aggregation
 from rl.curriculum import Curriculum, DomainConfig, heldout_problems, make_domains
 from rl.evals import runner
 from rl.learner import Learner
-from rl.losses import PolicyLossConfig
-from rl.optimizer import OptimizerConfig
+from rl.rl_config import RLConfig
+from rl.rollout import collection
 from rl.rollout.engine import Engine
 from rl.rollout.ledger import Ledger
 from rl.rollout.weights import Publisher
-from rl.rollout.worker import Assignment, RolloutConfig, Worker
-from rl.run import LayoutConfig, LoraConfig, MeshConfig, ModelSource
+from rl.rollout.worker import Worker
 from rl.types import Batch, Group, HostState, Params, Trajectory
 
 _LOG = logging.getLogger(__name__)
 _PROBE_TEXT = 'Ada had twelve apples and gave five of them to her friend. How many apples are left?'
 _FREE_ON_RESUME = ('num_steps', 'checkpoint_every_steps', 'checkpoints_kept', 'eval.', 'cpu_devices', 'mesh.', 'layout.')
-
-
-@dataclass(frozen=True)
-class AdvantageConfig:
-  """How rewards of a group become advantages; see `advantages.group_relative`."""
-  center: advantages.Center = 'mean'
-  scale: advantages.Scale = 'std'
-  epsilon: float = 1e-6
-
-
-@dataclass(frozen=True)
-class EvalConfig:
-  """Evaluation on held-out problems, with one sample each.
-
-  Attributes:
-    every_steps: steps between evaluations; there is also one before the first step and after the last. 0 never evaluates.
-    problems: how many, over all domains and levels.
-    temperature: 0 decodes greedily.
-  """
-  every_steps: int = 0
-  problems: int = 200
-  temperature: float = 0.0
-
-
-@dataclass(frozen=True)
-class RLConfig:
-  """A run of reinforcement learning.
-
-  Attributes:
-    domains: name -> what is trained on.
-    num_steps: optimizer schedule and run end here; a step is one batch of groups.
-    aggregation: how token losses become one number (`batching.step_denominator`); 'constant' divides by rollout.max_new_tokens.
-    groups: problems of a step.
-    group_size: samples of a problem.
-    max_rounds: above 1, groups without signal (all rewards equal) are dropped and replaced by new problems, at most so often (dynamic
-      sampling, arXiv:2503.14476 sec. 3.2).
-    overlong: samples cut off by the length limit are graded as they stand, left out ('mask'), or lose up to 1 ('penalty': the soft overlong
-      punishment over the last `overlong_buffer` tokens of a reply).
-    minibatches: optimizer steps of a batch, each on its own share of the groups.
-    epochs: passes over a batch. With one minibatch and one epoch the old policy is the current one and needs no forward pass.
-    rows, length: rows of a micro-batch over all hosts, and their tokens; a conversation (rollout.max_length) must fit in one.
-    curriculum: 'adaptive' draws the levels of a domain by how much there is to learn at them, 'fixed' equally.
-    max_probe_diff_nats: how much trained and published weights may differ on the probe, by their precision.
-    Others: as in `train.TrainConfig`.
-  """
-  model: ModelSource
-  domains: dict[str, DomainConfig]
-  num_steps: int
-  aggregation: Aggregation
-  stage: Literal['rl'] = 'rl'
-  seed: int = 0
-  groups: int = 16
-  group_size: int = 8
-  max_rounds: int = 1
-  overlong: Literal['grade', 'mask', 'penalty'] = 'grade'
-  overlong_buffer: int = 32
-  minibatches: int = 1
-  epochs: int = 1
-  rows: int = 8
-  length: int = 512
-  curriculum: Literal['fixed', 'adaptive'] = 'adaptive'
-  max_probe_diff_nats: float = 0.1
-  advantage: AdvantageConfig = AdvantageConfig()
-  loss: PolicyLossConfig = PolicyLossConfig()
-  rollout: RolloutConfig = RolloutConfig()
-  eval: EvalConfig = EvalConfig()
-  lora: LoraConfig = LoraConfig()
-  mesh: MeshConfig = MeshConfig()
-  layout: LayoutConfig = LayoutConfig()
-  optimizer: OptimizerConfig = OptimizerConfig()
-  checkpoint_every_steps: int = 10
-  checkpoints_kept: int = 2
-  cpu_devices: int = 1
-
-  def __post_init__(self):
-    for name, least in (('num_steps', 1), ('seed', 0), ('groups', 1), ('group_size', 1), ('max_rounds', 1), ('overlong_buffer', 1),
-                        ('minibatches', 1), ('epochs', 1), ('rows', 1), ('length', 2), ('checkpoint_every_steps', 1),
-                        ('checkpoints_kept', 1), ('cpu_devices', 1)):
-      if getattr(self, name) < least:
-        raise ValueError(f'{name}={getattr(self, name)} must be at least {least}.')
-    if self.rollout.max_length > self.length:
-      raise ValueError(f'rollout.max_length={self.rollout.max_length} does not fit into rows of length={self.length}; '
-                       'raise length or lower rollout.max_length.')
-    if self.overlong == 'penalty' and self.overlong_buffer > self.rollout.max_new_tokens:
-      raise ValueError(f'overlong_buffer={self.overlong_buffer} is beyond rollout.max_new_tokens={self.rollout.max_new_tokens}.')
-    if self.minibatches > self.groups:
-      raise ValueError(f'minibatches={self.minibatches} cannot share groups={self.groups}; use at most as many.')
-    if self.group_size == 1 and self.advantage.center != 'none':
-      raise ValueError(f'group_size=1 leaves nothing to compare with advantage.center={self.advantage.center!r}; raise it to 2 or more.')
-    if self.rollout.min_group_size > self.group_size:
-      raise ValueError(f'rollout.min_group_size={self.rollout.min_group_size} is more than group_size={self.group_size}.')
-    optimizer.schedule(self.optimizer, self.num_steps)
 
 
 @dataclass(frozen=True)
@@ -198,13 +104,9 @@ def set_up(config: RLConfig) -> tuple[Setup, Params]:
 
   Raises:
     ValueError, FileNotFoundError: what is wrong with the domains, the mesh, the layout or the model.
-    RuntimeError: a domain needs the sandbox and there is none.
+    SandboxUnavailable: a domain needs the sandbox and there is none.
   """
   domains, domain_configs = make_domains(config.domains)
-  for domain in domains.values():
-    if domain.needs_sandbox:
-      from envs.sandbox import client
-      _LOG.info('sandbox: %s', client.shared().tier)
   if config.eval.every_steps:
     heldout_problems(domains, domain_configs, 1)
   tokenizer = tokenizer_lib.load(config.model.path)
@@ -260,74 +162,6 @@ class Sampler:
     config = self._config
     problems = heldout_problems(self._setup.domains, self._setup.domain_configs, config.eval.problems)
     return runner.evaluate(self.evaluator, problems, Sampling(temperature=config.eval.temperature))
-
-
-@dataclass(frozen=True)
-class Collected:
-  """What one step collected.
-
-  Attributes:
-    groups: those to train on, in the order of their ordinals.
-    dropped: groups that are not, with the cause.
-  """
-  groups: tuple[Group, ...]
-  dropped: tuple[tuple[Group, str], ...]
-
-  @property
-  def num_queued(self) -> int:
-    """Return how many valid samples wait to be trained on."""
-    return sum(trajectory.is_valid for group in self.groups for trajectory in group.trajectories)
-
-
-def collect(config: RLConfig, curriculum: Curriculum, worker: Worker, ledger: Ledger) -> Collected:
-  """Sample groups for one step, in rounds until there are `config.groups` of use.
-
-  Raises:
-    RuntimeError: no group came through, because of failures that are not the policy's.
-  """
-  good: list[tuple[int, Group]] = []
-  dropped: list[tuple[Group, str]] = []
-  for _ in range(config.max_rounds):
-    assignments = [Assignment(*curriculum.draw()) for _ in range(config.groups - len(good))]
-    if not assignments:
-      break
-    for group in worker.collect(assignments, config.group_size, Sampling()):
-      valid = [trajectory for trajectory in group.trajectories if trajectory.is_valid]
-      if len(valid) < config.rollout.min_group_size:
-        dropped.append((group, 'group_too_small'))
-      elif config.max_rounds > 1 and len({trajectory.reward for trajectory in valid}) == 1:
-        dropped.append((group, 'no_signal'))
-      else:
-        good.append((group.trajectories[0].group, group))
-  for group, cause in dropped:
-    ledger.dropped[cause] += sum(trajectory.is_valid for trajectory in group.trajectories)
-  if not good and all(cause == 'group_too_small' for _, cause in dropped):
-    reasons = Counter(trajectory.reason for group, _ in dropped for trajectory in group.trajectories if not trajectory.is_valid)
-    shown = '; '.join(f'{count}x {reason}' for reason, count in reasons.most_common(3))
-    raise RuntimeError(f'None of {len(dropped)} groups came through, because the environments fail and not the policy: {shown}.')
-  return Collected(tuple(group for _, group in sorted(good, key=lambda pair: pair[0])), tuple(dropped))
-
-
-def rewards_of(config: RLConfig, groups: Sequence[Group]) -> tuple[np.ndarray, np.ndarray]:
-  """Return (rewards_QU, is_used_QU) after the treatment of overlong samples; unused places hold 0."""
-  rewards_QU, is_used_QU = np.zeros((len(groups), config.group_size)), np.zeros((len(groups), config.group_size), np.bool_)
-  for row, group in enumerate(groups):
-    for column, trajectory in enumerate(group.trajectories):
-      is_cut = trajectory.outcome == Outcome.LENGTH
-      if not trajectory.is_valid or (is_cut and config.overlong == 'mask'):
-        continue
-      penalty = 0.0
-      if config.overlong == 'penalty':
-        penalty = advantages.soft_overlong_penalty(_reply_length(trajectory), config.rollout.max_new_tokens, config.overlong_buffer)
-      rewards_QU[row, column], is_used_QU[row, column] = trajectory.reward + penalty, True
-  return rewards_QU, is_used_QU
-
-
-def _reply_length(trajectory: Trajectory) -> int:
-  """Return the tokens of the policy's last reply."""
-  ends = np.flatnonzero(trajectory.loss_mask_T)
-  starts = np.flatnonzero(~trajectory.loss_mask_T[:ends[-1]]) if ends.size else ends
-  return int(ends[-1] - starts[-1]) if ends.size and starts.size else int(ends.size)
 
 
 def make_batches(config: RLConfig, trajectories: Sequence[Trajectory], advantage_of: Sequence[float]) -> list[Batch]:
@@ -440,7 +274,7 @@ class _Loop:
       if config.eval.every_steps and (step % config.eval.every_steps == 0 or step == config.num_steps):
         results = self._evaluate(step)
       host = dataclasses.replace(host, progress={
-          'step': step, 'ledger': self._ledger.to_json(), 'curriculum': self._curriculum.to_json(), 'in_flight': []})
+          'step': step, 'ledger': self._ledger.to_json(), 'curriculum': self._curriculum.to_json()})
       if step == config.num_steps or stop or store.is_due(step):
         with self._clock.phase('checkpoint'):
           store.save(step, state, host)
@@ -451,13 +285,13 @@ class _Loop:
 
   def _step(self, step: int, state) -> Any:
     config, sampler, ledger, clock = self._config, self._sampler, self._ledger, self._clock
-    timing = sampler.worker.take_timing()
-    collected = collect(config, self._curriculum, sampler.worker, ledger)
+    sampler.worker.take_timing()  # Whatever came before is not this step's.
+    collected = collection.collect(config, self._curriculum, sampler.worker, ledger)
     timing = sampler.worker.take_timing()
     clock.phases_s.update({'decode': timing.decode_s, 'environment': timing.environment_s})
     ledger.check(queued=collected.num_queued, in_flight=sampler.worker.num_in_flight)
     groups = collected.groups
-    rewards_QU, is_used_QU = rewards_of(config, groups)
+    rewards_QU, is_used_QU = collection.rewards_of(config, groups)
     advantages_QU = advantages.group_relative(rewards_QU, is_used_QU, **vars(config.advantage))
     updated = {}
     if is_used_QU.any():
@@ -478,7 +312,7 @@ class _Loop:
                                       for column, trajectory in enumerate(group.trajectories)]
                       + [(trajectory, None, cause) for group, cause in collected.dropped for trajectory in group.trajectories])
     phases_s = clock.take()
-    values = {**updated, **rollout_metrics(config, collected, rewards_QU, is_used_QU, advantages_QU), **self._curriculum.metrics(),
+    values = {**updated, **collection.summarize(collected, rewards_QU, is_used_QU, advantages_QU), **self._curriculum.metrics(),
               'rollout/tokens_per_s': timing.num_tokens / max(timing.decode_s + timing.environment_s, 1e-9),
               **{f'timing_s/{name}': seconds for name, seconds in phases_s.items()},
               **{f'ledger/{name}': getattr(ledger, name) for name in ('issued', 'trained')},
@@ -510,42 +344,3 @@ class _Loop:
       self._board.write(step, values)
     _LOG.info('step %d: held-out pass@1 %s (%d of %d problems)', step, result.pass_rate, result.num_passed, result.num_graded)
     return values
-
-
-def rollout_metrics(config: RLConfig, collected: Collected, rewards_QU: np.ndarray, is_used_QU: np.ndarray,
-                    advantages_QU: np.ndarray) -> dict[str, float]:
-  """Return what is to be known of a step's samples; 'all' are the valid ones, those of dropped groups too."""
-  groups = [*collected.groups, *(group for group, _ in collected.dropped)]
-  all_samples = [trajectory for group in groups for trajectory in group.trajectories]
-  valid = [trajectory for trajectory in all_samples if trajectory.is_valid]
-  values: dict[str, float] = {}
-
-  def spread(name: str, numbers: Sequence[float]) -> None:
-    if len(numbers):
-      values.update({f'{name}/mean': float(np.mean(numbers)), f'{name}/min': float(np.min(numbers)), f'{name}/max': float(np.max(numbers))})
-
-  spread('critic/score', [trajectory.reward for trajectory in valid])
-  spread('critic/rewards', rewards_QU[is_used_QU])
-  spread('critic/advantages', advantages_QU[is_used_QU])
-  spread('response_length', [int(trajectory.loss_mask_T.sum()) for trajectory in valid])
-  spread('prompt_length', [int(np.argmax(trajectory.loss_mask_T)) for trajectory in valid])
-  spread('num_turns', [trajectory.num_turns for trajectory in valid])
-  spread('tool_call_counts', [trajectory.num_tool_calls for trajectory in valid])
-  num_calls = sum(trajectory.num_tool_calls for trajectory in valid)
-  if num_calls:
-    values['tool_error_rate'] = sum(trajectory.num_tool_errors for trajectory in valid) / num_calls
-  for name, passed in (('correct', True), ('incorrect', False)):
-    lengths = [int(trajectory.loss_mask_T.sum()) for trajectory in valid if (trajectory.reward == 1) == passed]
-    if lengths:
-      values[f'{name}_seq_len/mean'] = float(np.mean(lengths))
-  of_groups = [[trajectory.reward for trajectory in group.trajectories if trajectory.is_valid] for group in groups]
-  of_groups = [rewards for rewards in of_groups if rewards]
-  values['frac_reward_zero_std'] = float(np.mean([len(set(rewards)) == 1 for rewards in of_groups])) if of_groups else 1.0
-  values['solve_none'] = float(np.mean([max(rewards) == 0 for rewards in of_groups])) if of_groups else 0.0
-  values['solve_all'] = float(np.mean([min(rewards) == 1 for rewards in of_groups])) if of_groups else 0.0
-  outcomes = Counter(trajectory.outcome for trajectory in all_samples)
-  values |= {f'env/outcome/{outcome}': outcomes[outcome] / len(all_samples) for outcome in Outcome}
-  values['response_length/clip_ratio'] = outcomes[Outcome.LENGTH] / len(all_samples)
-  for name in {trajectory.domain: None for trajectory in valid}:
-    values[f'critic/score/{name}'] = float(np.mean([trajectory.reward for trajectory in valid if trajectory.domain == name]))
-  return values

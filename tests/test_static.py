@@ -93,10 +93,10 @@ def config_files():
 
 @pytest.mark.parametrize('path', config_files(), ids=lambda path: path.stem)
 def test_every_config_key_is_read(path):
-  from rl import train, train_rl
+  from rl import rl_config, train
 
   config = importlib.import_module(f'configs.{path.stem}').get_config()
-  record = config_lib.build({'supervised': train.TrainConfig, 'rl': train_rl.RLConfig}[config.stage], config)
+  record = config_lib.build({'supervised': train.TrainConfig, 'rl': rl_config.RLConfig}[config.stage], config)
   written = config_lib.to_json(record)
 
   def keys(tree, prefix=''):

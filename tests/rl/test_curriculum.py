@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 from envs.core import Collection, Domain, Generated, Task
+from envs.sandbox import client
 from rl.curriculum import Curriculum, DomainConfig, heldout_problems, make_domains
 from tests import toys
 
@@ -72,6 +73,16 @@ def test_a_collection_gives_no_more_than_it_has():
   empty = Domain('c', 1, Collection('c', tasks, 0.0), toys.Exact())
   with pytest.raises(ValueError, match="Domain 'c' has no held-out problems"):
     heldout_problems({'c': empty}, {'c': DomainConfig()}, 5)
+
+
+def test_code_does_not_run_without_a_sandbox(monkeypatch):
+  def unavailable():
+    raise client.SandboxUnavailable('user namespaces are off; allow them')
+
+  monkeypatch.setattr(client, 'shared', unavailable)
+  with pytest.raises(client.SandboxUnavailable, match='user namespaces are off'):
+    make_domains({'programs/generated': DomainConfig()})
+  assert list(make_domains({'word_problems/generated': DomainConfig()})[0]) == ['word_problems/generated']
 
 
 def test_domains_by_name():

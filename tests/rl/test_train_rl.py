@@ -25,9 +25,10 @@ from rl.curriculum import DomainConfig
 from rl.data.tasks import TaskConfig
 from rl.losses import PolicyLossConfig
 from rl.optimizer import OptimizerConfig
+from rl.rl_config import EvalConfig, RLConfig
+from rl.rollout import collection
 from rl.rollout.worker import RolloutConfig
 from rl.run import LayoutConfig, LoraConfig, MeshConfig, ModelSource
-from rl.train_rl import EvalConfig, RLConfig
 from tests import tiny_model, toys
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -325,12 +326,12 @@ def test_overlong_samples():
   groups = collect(worker, domain, 1, 3)
   assert [one.outcome for one in groups[0].trajectories] == ['ok', 'ok', 'length']
   config = make_config('/model', group_size=3, rollout=dataclasses.replace(ROLLOUT, max_new_tokens=4), overlong_buffer=2)
-  rewards, used = train_rl.rewards_of(config, groups)
+  rewards, used = collection.rewards_of(config, groups)
   assert rewards.tolist() == [[1.0, 0.0, 0.0]] and used.tolist() == [[True] * 3]
-  rewards, used = train_rl.rewards_of(dataclasses.replace(config, overlong='mask'), groups)
+  rewards, used = collection.rewards_of(dataclasses.replace(config, overlong='mask'), groups)
   assert used.tolist() == [[True, True, False]]
   # Replies of 2, 4 and 4 tokens, their ends included; the buffer is tokens 3 and 4.
-  rewards, _ = train_rl.rewards_of(dataclasses.replace(config, overlong='penalty'), groups)
+  rewards, _ = collection.rewards_of(dataclasses.replace(config, overlong='penalty'), groups)
   assert rewards.tolist() == [[1.0, -1.0, -1.0]]
   assert isinstance(groups[0], Group)
 
