@@ -56,6 +56,7 @@ from rl.types import Batch, Group, HostState, Params, Trajectory
 
 _LOG = logging.getLogger(__name__)
 _PROBE_TEXT = 'Ada had twelve apples and gave five of them to her friend. How many apples are left?'
+_PHASES = ('decode', 'environment', 'score', 'train', 'sync', 'log', 'evaluate', 'checkpoint', 'idle')
 _FREE_ON_RESUME = ('num_steps', 'checkpoint_every_steps', 'checkpoints_kept', 'eval.', 'cpu_devices', 'mesh.', 'layout.')
 
 
@@ -323,8 +324,7 @@ class _Loop:
 
   def _notes(self, values: Mapping[str, float], phases_s: Mapping[str, float]) -> list[str]:
     total_s = max(phases_s['total'], 1e-9)
-    shares = '  '.join(f'{name} {phases_s.get(name, 0) / total_s:.0%}' for name in ('decode', 'environment', 'score', 'train', 'sync', 'idle')
-                       if phases_s.get(name, 0) / total_s >= 0.005)
+    shares = '  '.join(f'{name} {phases_s.get(name, 0) / total_s:.0%}' for name in _PHASES if phases_s.get(name, 0) / total_s >= 0.005)
     heldout = [] if self._pass_rate is None else [f'held-out {self._pass_rate:.1%}']
     return [f'reward {values["critic/score/mean"]:.3f}', *heldout, f'sampled {values["rollout/tokens_per_s"]:.0f} tok/s',
             f'{total_s:.1f} s: {shares}']

@@ -347,3 +347,16 @@ def test_overlong_samples():
 def test_bad_settings(changes, message):
   with pytest.raises(ValueError, match=message.replace('(', r'\(')):
     make_config('/model', **changes)
+
+
+def test_a_mesh_trains_as_one_device_does(model, tmp_path, monkeypatch):
+  train_rl.run(make_config(model, num_steps=1), tmp_path / 'one')
+  monkeypatch.undo()
+  make_mesh = sharding.make_mesh
+  monkeypatch.setattr(sharding, 'make_mesh', lambda **sizes: make_mesh(**sizes, devices=jax.devices()[:4]))
+  train_rl.run(make_config(model, num_steps=1, mesh=MeshConfig(data=2, fsdp=2)), tmp_path / 'four')
+  fields = ('problem_id', 'reward', 'advantage')
+  assert samples_of(tmp_path / 'four', *fields) == samples_of(tmp_path / 'one', *fields)
+  one, four = steps_of(tmp_path / 'one')[1], steps_of(tmp_path / 'four')[1]
+  assert four['train/grad_norm'] == pytest.approx(one['train/grad_norm'], rel=1e-4)
+  assert four['mismatch/logprob_abs_diff'] < 1e-5
