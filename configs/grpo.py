@@ -38,7 +38,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
       'seed': 0,
       'model': shared.model,
       'lora': shared.lora,
-      'domains': config_dict.ConfigDict({}, allow_dotted_keys=True),  # {'arithmetic/integers': {'levels': (1, 2), 'weight': 1.0, 'path': ''}}
+      'domains': {},  # {'arithmetic/integers': {'levels': (1, 2), 'weight': 1.0, 'path': ''}}
       'curriculum': 'adaptive',  # fixed, adaptive: levels by how much there is to learn at them
       'groups': 16,  # problems of a step
       'group_size': 8,  # samples of a problem

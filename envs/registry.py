@@ -1,4 +1,4 @@
-"""The domains by name. A domain's module is imported when it is asked for; 'module:function' names one of your own, outside this package."""
+"""The domains by name. A domain's module is imported when it is asked for; 'package/module:function' names your own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def needs_path(name: str) -> bool:
 
 
 def make_domain(name: str, path: str = '') -> Domain:
-  """Return the domain of this name, or what the 'module:function' of your own makes; a path is the function's only argument.
+  """Return the domain of this name, or what the 'package/module:function' of your own makes; a path is the function's only argument.
 
   Raises:
     ValueError: an unknown name, or a path that is missing or not wanted.
@@ -42,8 +42,9 @@ def make_domain(name: str, path: str = '') -> Domain:
     wanted = 'needs the path of its data file' if needs_path(name) else 'generates its problems and takes no path'
     raise ValueError(f'domain {name!r} {wanted}, got path={path!r}.')
   if name not in _MAKERS and ':' not in name:
-    raise ValueError(f"domain {name!r} is unknown; use one of {', '.join(_MAKERS)}, or 'module:function' for one of your own.")
-  module, function = _MAKERS.get(name, name).split(':', 1)
+    raise ValueError(f"domain {name!r} is unknown; use one of {', '.join(_MAKERS)}, or 'package/module:function' for one of your own.")
+  # A name of the user's has slashes, because keys of a config have no dots.
+  module, function = _MAKERS.get(name, name.replace('/', '.')).split(':', 1)
   try:
     make = getattr(importlib.import_module(module), function)
   except (ModuleNotFoundError, AttributeError) as error:

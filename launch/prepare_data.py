@@ -15,7 +15,8 @@ from absl import flags
 from envs import registry
 import launch
 
-_DOMAIN = flags.DEFINE_string('domain', 'word_problems/generated', f'One of {", ".join(registry.names())}, or module:function of your own.')
+_DOMAIN = flags.DEFINE_string('domain', 'word_problems/generated',
+                              f'One of {", ".join(registry.names())}, or package/module:function of your own.')
 _PATH = flags.DEFINE_string('path', '', 'Data file of the domain, for those that read one.')
 _LEVELS = flags.DEFINE_list('levels', [], 'Difficulties, in turn; default all.')
 _SPLIT = flags.DEFINE_enum('split', 'train', ['train', 'heldout'], 'Which problems; no problem is in both.')

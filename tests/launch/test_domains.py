@@ -73,9 +73,9 @@ def test_what_to_evaluate_on_is_said_once(model):
 
 def test_a_run_from_the_command_line(model, tmp_path):
   done = run('train', '--config=configs/grpo.py:variant=dapo', f'--config.model.path={model}', '--config.num_steps=2',
-             "--config.domains={'tests.toys:one_token': {}}", '--config.groups=4', '--config.group_size=16', '--config.length=64',
-             '--config.rows=2', '--config.overlong_buffer=2', '--config.layout.compute_dtype=float32', '--config.lora.rank=4',
-             '--config.eval.every_steps=2', f'--workdir={tmp_path}/run', *SMALL)
+             "--config.domains={'tests/toys:one_token': {}}", '--config.groups=4', '--config.group_size=16', '--config.length=64',
+             '--config.rows=2', '--config.overlong_buffer=1', '--config.layout.compute_dtype=float32', '--config.lora.rank=4',
+             '--config.eval.every_steps=2', f'--workdir={tmp_path}/run', *SMALL, '--config.rollout.max_new_tokens=1')
   assert done.returncode == 0, done.stderr
   assert 'step 1/2  reward ' in done.stderr and 'tok/s' in done.stderr and 'decode ' in done.stderr and 'train ' in done.stderr
   assert 'Held-out pass@1 with 95 % intervals:' in done.stdout and 'step 0' in done.stdout and 'step 2' in done.stdout

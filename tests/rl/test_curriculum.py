@@ -86,13 +86,13 @@ def test_code_does_not_run_without_a_sandbox(monkeypatch):
 
 
 def test_domains_by_name():
-  domains, configs = make_domains({'tests.toys:one_token': DomainConfig(weight=2.0), 'word_problems/generated': DomainConfig(levels=(1,))})
+  domains, configs = make_domains({'tests/toys:one_token': DomainConfig(weight=2.0), 'word_problems/generated': DomainConfig(levels=(1,))})
   assert list(domains) == ['toy/one_token', 'word_problems/generated'] == list(configs)
   assert configs['toy/one_token'].weight == 2.0
   for wrong, message in (({}, 'names none; give at least one of arithmetic/integers'),
                          ({'nosuch': DomainConfig()}, "domain 'nosuch' is unknown; use one of"),
                          ({'nosuch:make': DomainConfig()}, "No module named 'nosuch'"),
-                         ({'tests.toys:nosuch': DomainConfig()}, "no attribute 'nosuch'"),
+                         ({'tests/toys:nosuch': DomainConfig()}, "no attribute 'nosuch'"),
                          ({'word_problems/gsm8k': DomainConfig()}, 'needs the path of its data file'),
                          ({'word_problems/generated': DomainConfig(levels=(9,))}, 'level 9 is not one of 1 to 5')):
     with pytest.raises(ValueError, match=message.replace('(', r'\(')):

@@ -42,7 +42,7 @@ def model(tmp_path_factory):
 
 def make_config(model, **changes):
   return RLConfig(**({
-      'model': ModelSource(str(model)), 'domains': {'tests.toys:one_token': DomainConfig()}, 'num_steps': 3, 'aggregation': 'token_mean',
+      'model': ModelSource(str(model)), 'domains': {'tests/toys:one_token': DomainConfig()}, 'num_steps': 3, 'aggregation': 'token_mean',
       'groups': 8, 'group_size': 8, 'rows': 8, 'length': 24, 'rollout': ROLLOUT, 'layout': LayoutConfig(compute_dtype='float32'),
       'mesh': MeshConfig(data=1, fsdp=1), 'optimizer': OptimizerConfig(learning_rate=4e-3, schedule='constant')} | changes))
 
@@ -140,7 +140,7 @@ def test_a_task_of_several_turns_is_learned(model, tmp_path):
   hf_weights.export(tmp_path / 'taught', taught.config, taught.params, dtype='float32', tokenizer=taught.tokenizer)
   rollout = RolloutConfig(max_new_tokens=64, max_length=96, slots=64, steps_per_launch=8, prefill_chunk=32, describe_tools=False)
   results = train_rl.run(make_config(
-      tmp_path / 'taught', domains={'tests.toys:look_and_say': DomainConfig()}, num_steps=25, length=96, rollout=rollout,
+      tmp_path / 'taught', domains={'tests/toys:look_and_say': DomainConfig()}, num_steps=25, length=96, rollout=rollout,
       optimizer=OptimizerConfig(learning_rate=6e-3, schedule='constant'), eval=EvalConfig(every_steps=25, problems=64, temperature=1.0)),
       tmp_path / 'run')
   first = next(line for line in read(tmp_path / 'run', 'metrics.jsonl') if 'heldout/pass@1' in line)
@@ -239,9 +239,13 @@ train_rl.run(make_config(sys.argv[1], num_steps=14, checkpoint_every_steps=3, ma
 """
 
 
-def start(model, workdir):
-  return subprocess.Popen([sys.executable, '-c', PROGRAM, str(model), str(workdir)], cwd=ROOT, stderr=subprocess.PIPE, text=True,
-                          env=os.environ | {'PYTHONPATH': str(ROOT)})
+def program(model, workdir):
+  return {'args': [sys.executable, '-c', PROGRAM, str(model), str(workdir)], 'cwd': ROOT, 'env': os.environ | {'PYTHONPATH': str(ROOT)}}
+
+
+def run_to_the_end(model, workdir):
+  done = subprocess.run(**program(model, workdir), capture_output=True, text=True, check=False)
+  assert done.returncode == 0, done.stderr
 
 
 def final_state(model, workdir):
@@ -252,11 +256,10 @@ def final_state(model, workdir):
 
 def test_kill_9_at_a_random_step_changes_nothing(model, tmp_path):
   whole = tmp_path / 'whole'
-  process = start(model, whole)
-  assert process.wait() == 0, process.stderr.read()
+  run_to_the_end(model, whole)
   workdir = tmp_path / 'killed'
   for num_lines in sorted(np.random.default_rng(0).integers(2, 13, 2)):
-    process = start(model, workdir)
+    process = subprocess.Popen(**program(model, workdir), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.time() + 200
     while process.poll() is None and time.time() < deadline:
       path = workdir / 'metrics.jsonl'
@@ -265,8 +268,7 @@ def test_kill_9_at_a_random_step_changes_nothing(model, tmp_path):
       time.sleep(0.002)
     process.kill()
     process.wait()
-  process = start(model, workdir)
-  assert process.wait() == 0, process.stderr.read()
+  run_to_the_end(model, workdir)
   state, host = final_state(model, workdir)
   wanted, wanted_host = final_state(model, whole)
   jax.tree.map(np.testing.assert_array_equal, state, wanted)
@@ -290,7 +292,7 @@ def test_a_finished_run_is_not_run_again_and_another_is_refused(learned, model):
 def test_variants_are_settings(model, tmp_path, variant):
   config = grpo.get_config(f'variant={variant}')
   config.model.path = str(model)
-  config.domains = {'tests.toys:one_token': {}}
+  config.domains = {'tests/toys:one_token': {}}
   config.update_from_flattened_dict({
       'num_steps': 2, 'groups': 8, 'group_size': 8, 'rows': 4, 'length': 24, 'eval.every_steps': 0, 'layout.compute_dtype': 'float32',
       'layout.remat': 'none', 'optimizer.learning_rate': 1e-3, 'mesh.fsdp': 1, 'overlong_buffer': 1, 'minibatches': 2, 'loss.kl_coef': 0.01,
