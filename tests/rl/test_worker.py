@@ -119,7 +119,7 @@ def test_a_single_turn():
 
 
 def look_then_say(id, text):
-  return text[-1] if text.endswith('c') else toys.format_call('look', {})
+  return 'c' if text.endswith('c\n') else toys.format_call('look', {})
 
 
 def test_turns_with_a_tool_only_append():
@@ -131,8 +131,8 @@ def test_turns_with_a_tool_only_append():
       call = [*WORDS.encode(toys.format_call('look', {})), WORDS.eos_id]
       prompt = [WORDS.bos_id, *WORDS.encode(trajectory.messages[0]['content'])]
       assert trajectory.reward == 1
-      assert trajectory.tokens_T.tolist() == [*prompt, *call, ord('c'), ord('c'), WORDS.eos_id]
-      assert trajectory.loss_mask_T.tolist() == [False] * len(prompt) + [True] * len(call) + [False, True, True]
+      assert trajectory.tokens_T.tolist() == [*prompt, *call, *b'\nc\n', ord('c'), WORDS.eos_id]
+      assert trajectory.loss_mask_T.tolist() == [False] * len(prompt) + [True] * len(call) + [False] * 3 + [True, True]
       assert (trajectory.num_turns, trajectory.num_tool_calls) == (2, 1)
       assert [message['role'] for message in trajectory.messages] == ['user', 'assistant', 'tool', 'assistant']
   assert [entry[0] for entry in engine.log].count('extend') == 4
