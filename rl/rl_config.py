@@ -103,4 +103,9 @@ class RLConfig:
       raise ValueError(f'group_size=1 leaves nothing to compare with advantage.center={self.advantage.center!r}; raise it to 2 or more.')
     if self.rollout.min_group_size > self.group_size:
       raise ValueError(f'rollout.min_group_size={self.rollout.min_group_size} is more than group_size={self.group_size}.')
-    optimizer.schedule(self.optimizer, self.num_steps)
+    optimizer.schedule(self.optimizer, self.num_updates)
+
+  @property
+  def num_updates(self) -> int:
+    """Return the optimizer steps of the whole run, over which the learning rate is scheduled."""
+    return self.num_steps * self.minibatches * self.epochs

@@ -120,9 +120,8 @@ def set_up(config: RLConfig) -> tuple[Setup, Params]:
   layout = params_lib.replicate_indivisible(layout, mesh, model.num_kv_heads)
   is_full = config.lora.rank == 0
   learner = learner_lib.build(
-      model, layout, mesh, optimizer.build(config.optimizer, config.num_steps * config.minibatches * config.epochs),
-      optimizer.schedule(config.optimizer, config.num_steps * config.minibatches * config.epochs), full=is_full,
-      loss=learner_lib.policy_loss(config.loss))
+      model, layout, mesh, optimizer.build(config.optimizer, config.num_updates),
+      optimizer.schedule(config.optimizer, config.num_updates), full=is_full, loss=learner_lib.policy_loss(config.loss))
   reference = jax.tree.map(jnp.copy, trainable) if is_full and config.loss.kl_coef else None
   lineage = {'model': run_lib.model_fingerprint(config.model.path), 'tokenizer': tokenizer.fingerprint,
              'domains': {name: domain.version for name, domain in domains.items()}}
@@ -233,7 +232,7 @@ def run(config: RLConfig, workdir: str | Path, make_env: Callable[[Domain], Any]
     host = HostState(0, config.seed, resolved, monitor.code_revision(), setup.lineage)
     if store.latest_step() is not None:
       abstract = learner_lib.abstract_state(state)
-      del state, trainable
+      del state, trainable  # Their memory is the restored state's.
       run_lib.refuse_other_run(checkpoint.read_host(store.directory), host, workdir, _FREE_ON_RESUME)
       state, restored = store.restore(abstract)
       host = dataclasses.replace(host, progress=restored.progress)
