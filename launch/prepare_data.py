@@ -18,21 +18,24 @@ import launch
 _DOMAIN = flags.DEFINE_string('domain', 'word_problems/generated',
                               f'One of {", ".join(registry.names())}, or package/module:function of your own.')
 _PATH = flags.DEFINE_string('path', '', 'Data file of the domain, for those that read one.')
-_LEVELS = flags.DEFINE_list('levels', [], 'Difficulties, in turn; default all.')
+_LEVELS = flags.DEFINE_list('levels', [], 'Difficulties, in turn; default all. One named twice comes twice as often.')
 _SPLIT = flags.DEFINE_enum('split', 'train', ['train', 'heldout'], 'Which problems; no problem is in both.')
 _COUNT = flags.DEFINE_integer('count', 4000, 'Number of different problems.', lower_bound=1)
 _OUTPUT = flags.DEFINE_string('output', None, 'JSONL file to write: {"messages": [{"role", "content"}, ...]} a row.')
 
 
 def demonstrations(domain, levels: list[int], split: str, count: int):
-  """Yield `count` different conversations, levels in turn.
+  """Yield `count` different conversations, levels in turn; a level named twice comes twice as often.
 
   Raises:
     ValueError: the domain has not so many.
   """
   seen: set[str] = set()
-  for index in range(100 * count):
+  next_index = dict.fromkeys(levels, 0)
+  for _ in range(100 * count):
     for level in levels:
+      index = next_index[level]
+      next_index[level] += 1
       size = domain.source.size(split, level)
       if size is not None and index >= size:
         raise ValueError(f'{domain.name} has only {len(seen)} different problems of levels {levels} in split {split!r}; lower --count.')
