@@ -55,12 +55,13 @@ def get_config() -> ml_collections.ConfigDict:
           'clip_norm': 1.0,
           'first_moment_dtype': 'float32',  # bfloat16 saves 2 bytes a trained parameter
       },
-      'mesh': {'data': 1, 'fsdp': -1, 'seq': 1, 'tensor': 1},  # devices along each axis; -1 is the rest
+      'mesh': {'data': 1, 'fsdp': -1, 'seq': 1, 'ulysses': 1, 'tensor': 1},  # devices along each axis; -1 is the rest
       'layout': {
           'attention': 'auto',  # dense, blockwise, cudnn
           'remat': 'full',  # none, full, or names to keep: query,key,value,attention,gate,up
           'scan': True,  # layers under lax.scan; False unrolls them (faster on CPU, slower to compile)
           'compute_dtype': 'bfloat16',
+          'order': 'auto',  # of tokens where a row is split over seq: contiguous, zigzag, striped
       },
       'checkpoint_every_steps': 100,
       'checkpoints_kept': 2,

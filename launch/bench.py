@@ -81,8 +81,7 @@ def _train(mode: str, dtype: str) -> list[dict]:
   del trainable
   tokens = np.random.default_rng(0).integers(1000, config.vocab_size, (_ROWS.value, _LENGTH.value), dtype=np.int32)
   documents = [Document(row, np.ones(row.shape, bool)) for row in tokens]
-  place = jax.NamedSharding(mesh, layout.spec('batch', 'length'))
-  batch = batching.to_global(batching.pack(documents, _ROWS.value, _LENGTH.value, aggregation='token_mean'), place)
+  batch = batching.to_global(batching.pack(documents, _ROWS.value, _LENGTH.value, aggregation='token_mean'), batching.Place.of(layout, mesh))
   steps = []
   for _ in range(_STEPS.value + 1):
     wall, cpu = time.perf_counter(), time.process_time()

@@ -61,7 +61,7 @@ _OUTPUT = flags.DEFINE_string('output', None, 'JSON file for results and every r
 def likelihood(policy: policy_lib.Policy, documents: list[Document], mesh, layout) -> stats.Estimate:
   """Return nats per learned token, over documents as independent clusters."""
   rows = 4 * mesh.shape['data'] * mesh.shape['fsdp']
-  place = jax.NamedSharding(mesh, layout.spec('batch', 'length'))
+  place = batching.Place.of(layout, mesh)
 
   @jax.jit
   def logprobs(params, batch):
@@ -76,7 +76,8 @@ def likelihood(policy: policy_lib.Policy, documents: list[Document], mesh, layou
     batch = batching.pack_rows(rows_of_documents, _LENGTH.value, denominator=1, aggregation='token_sum')
     documents = documents[taken:]
     with jax.set_mesh(mesh):
-      nll_BT = -np.asarray(logprobs(policy.params, batching.to_global(batch, place)))
+      logprobs_BT = logprobs(policy.params, batching.to_global(batch, place))
+    nll_BT = -batching.to_host(logprobs_BT, place, _LENGTH.value)
     for row, indices in enumerate(assignment):
       for segment in range(1, len(indices) + 1):
         learned = (batch.segment_ids_BT[row] == segment) & (batch.loss_weight_BT[row] > 0)

@@ -26,15 +26,16 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-# Slow networks first: neighbors in the last axis talk the most.
-AXES = ('data', 'fsdp', 'seq', 'tensor')
+# Slow networks first: neighbors in the last axis talk the most. `seq` and `ulysses` split the length of rows: around a ring of `seq`, and
+# over `ulysses` by exchanging tokens for heads (see `ring_attention`).
+AXES = ('data', 'fsdp', 'seq', 'ulysses', 'tensor')
 DTYPES = ('float32', 'bfloat16', 'float16')
 
 Rules = tuple[tuple[str, tuple[str, ...]], ...]
 
 _RULES: Rules = (
     ('batch', ('data', 'fsdp')),
-    ('length', ('seq',)),
+    ('length', ('seq', 'ulysses')),
     ('act_heads', ('tensor',)),
     ('act_mlp', ('tensor',)),
     ('act_vocab', ('tensor',)),
@@ -57,12 +58,14 @@ class Layout:
       `transformer.CHECKPOINT_NAMES`.
     scan: run the stacked layers under `lax.scan` (compile time independent of depth); False unrolls them.
     compute_dtype: of matmul operands and the residual stream; softmax, norms' statistics, logprobs and losses are float32 always.
+    order: in which order the tokens of a row lie where its length is split, one of `token_order.ORDERS`.
   """
   rules: Rules = _RULES
   attention: str = 'auto'
   remat: str = 'none'
   scan: bool = True
   compute_dtype: str = 'float32'
+  order: str = 'contiguous'
 
   def __post_init__(self):
     if self.compute_dtype not in DTYPES:
@@ -88,21 +91,32 @@ class Layout:
   def dtype(self) -> jnp.dtype:
     return jnp.dtype(self.compute_dtype)
 
+  @property
+  def length_axes(self) -> tuple[str, ...]:
+    """The mesh axes that split the length of rows."""
+    return dict(self.rules).get('length', ())
+
+  @property
+  def ring_axes(self) -> tuple[str, ...]:
+    """Those of them that keys and values travel around."""
+    return tuple(axis for axis in self.length_axes if axis != 'ulysses')
+
 
 TRAIN = Layout()
 # Decoding splits rows over every axis but `tensor`, and keeps weights whole over `fsdp`: gathering them for each token would dominate.
 ROLLOUT = Layout(rules=tuple(
-    (name, ('data', 'fsdp', 'seq') if name == 'batch' else () if name in ('length', 'embed') else axes) for name, axes in _RULES))
+    (name, ('data', 'fsdp', 'seq', 'ulysses') if name == 'batch' else () if name in ('length', 'embed') else axes) for name, axes in _RULES))
 
 
-def make_mesh(*, data: int = 1, fsdp: int = 1, seq: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(*, data: int = 1, fsdp: int = 1, seq: int = 1, ulysses: int = 1, tensor: int = 1,
+              devices: Sequence[jax.Device] | None = None) -> Mesh:
   """Arrange devices (default: all) in a mesh with explicit axes `AXES`; one size may be -1 for "the rest".
 
   Raises:
     ValueError: the sizes do not multiply to the number of devices.
   """
   devices = jax.devices() if devices is None else devices
-  sizes = dict(zip(AXES, (data, fsdp, seq, tensor)))
+  sizes = dict(zip(AXES, (data, fsdp, seq, ulysses, tensor)))
   shown = ' x '.join(f'{name}={size}' for name, size in sizes.items())
   free = [name for name, size in sizes.items() if size == -1]
   known = math.prod(size for size in sizes.values() if size != -1)

@@ -11,12 +11,15 @@ Deliberately absent: splitting a document over rows (its context would be lost i
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 import math
 from typing import Literal, get_args
 
 import jax
 import numpy as np
 
+from models import token_order
+from models.sharding import Layout
 from rl.types import Batch, Document, Trajectory
 
 Aggregation = Literal['token_mean', 'sequence_mean', 'sequence_sum', 'constant', 'token_sum']
@@ -209,55 +212,88 @@ def micro_batches(batch: Batch, count: int) -> list[Batch]:
   return [jax.tree.map(lambda array: array[index * size:(index + 1) * size], batch) for index in range(count)]
 
 
-def host_rows(sharding: jax.sharding.NamedSharding, rows: int) -> slice:
-  """Return which rows of a global [rows, length] batch the devices of this process hold.
+@dataclass(frozen=True)
+class Place:
+  """Where the tokens of global batches lie.
+
+  Attributes:
+    sharding: of arrays [rows, length].
+    order: of the tokens along a row whose length is split, one of `token_order.ORDERS`.
+    num_ring_shards: parts of the length that the order counts.
+  """
+  sharding: jax.sharding.NamedSharding
+  order: str = 'contiguous'
+  num_ring_shards: int = 1
+
+  @classmethod
+  def of(cls, layout: Layout, mesh: jax.sharding.Mesh) -> Place:
+    """Return where batches of this layout lie on the mesh."""
+    return cls(jax.sharding.NamedSharding(mesh, layout.spec('batch', 'length')), layout.order,
+               math.prod(mesh.shape[axis] for axis in layout.ring_axes))
+
+  def padded(self, length: int) -> int:
+    """Return the length of the global rows of a batch of rows of `length`."""
+    _, length_shards = _num_shards(self.sharding)
+    return token_order.padded_length(self.order, length, self.num_ring_shards, length_shards // self.num_ring_shards)
+
+
+def host_rows(place: Place, rows: int) -> slice:
+  """Return which rows of a global batch of `rows` the devices of this process hold.
 
   Hosts that split only the length (or nothing) of a batch between them hold the same rows.
 
   Raises:
     ValueError: the rows do not divide over the mesh, or the mesh gives this process rows that are not next to each other.
   """
-  row_shards, _ = _num_shards(sharding)
+  row_shards, _ = _num_shards(place.sharding)
   if rows < 1 or rows % row_shards:
     raise ValueError(
-        f'rows={rows} of a batch do not divide over the {row_shards} shards that {_describe(sharding)} makes of them; '
+        f'rows={rows} of a batch do not divide over the {row_shards} shards that {_describe(place.sharding)} makes of them; '
         f'use a multiple of {row_shards}, or a mesh with fewer of them.')
-  mine = _local_row_shards(sharding)
+  mine = _local_row_shards(place.sharding)
   if mine != list(range(mine[0], mine[-1] + 1)):
     raise ValueError(
-        f'{_describe(sharding)} gives process {jax.process_index()} the row shards {mine}, which have gaps; '
+        f'{_describe(place.sharding)} gives process {jax.process_index()} the row shards {mine}, which have gaps; '
         'order the devices of the mesh so that each process holds neighbors.')
   return slice(mine[0] * rows // row_shards, (mine[-1] + 1) * rows // row_shards)
 
 
-def to_global(batch: Batch, sharding: jax.sharding.NamedSharding) -> Batch:
-  """Put this host's rows (those of `host_rows`, at full length) onto the mesh as one global batch.
+def to_global(batch: Batch, place: Place) -> Batch:
+  """Put this host's rows (those of `host_rows`, at full length) onto the mesh as one global batch, its tokens in the place's order.
+
+  Rows are padded to a length that the order divides; `to_host` takes results back.
 
   Raises:
-    ValueError: rows or length do not divide over the mesh; nothing has been sent to a device then.
+    ValueError: rows do not divide over the mesh; nothing has been sent to a device then.
   """
   local_rows, length = batch.tokens_BT.shape
-  row_shards, length_shards = _num_shards(sharding)
-  num_mine = len(_local_row_shards(sharding))
+  row_shards, _ = _num_shards(place.sharding)
+  num_mine = len(_local_row_shards(place.sharding))
   if local_rows < 1 or local_rows % num_mine:
     raise ValueError(
-        f'This process has {local_rows} rows for the {num_mine} row shards that {_describe(sharding)} gives it; '
+        f'This process has {local_rows} rows for the {num_mine} row shards that {_describe(place.sharding)} gives it; '
         f'use a multiple of {num_mine} rows, or a mesh with fewer shards.')
-  if length % length_shards:
-    raise ValueError(
-        f'length={length} does not divide over the {length_shards} shards that {_describe(sharding)} makes of it; '
-        f'use a multiple of {length_shards}.')
   rows = local_rows // num_mine * row_shards
-  first = host_rows(sharding, rows).start
+  first = host_rows(place, rows).start
+  padded = place.padded(length)
+  token_T = token_order.places(place.order, padded, place.num_ring_shards)
 
   def put(local):
     def shard(index):
       start, stop, _ = index[0].indices(rows)
-      return local[start - first:stop - first, index[1]]
+      taken_T = token_T[index[1]]
+      # Padding is zeros in every array; its segment is 0.
+      return np.where(taken_T < length, local[start - first:stop - first, np.minimum(taken_T, length - 1)], 0)
 
-    return jax.make_array_from_callback((rows, length), sharding, shard)
+    return jax.make_array_from_callback((rows, padded), place.sharding, shard)
 
   return jax.tree.map(put, batch)
+
+
+def to_host(array_BT: jax.Array, place: Place, length: int) -> np.ndarray:
+  """Return a global batch's array as the host's rows of `length`, its tokens in the order in which they were written."""
+  token_T = token_order.places(place.order, array_BT.shape[1], place.num_ring_shards)
+  return np.asarray(array_BT)[:, np.argsort(token_T)[:length]]
 
 
 def _per_token_names(rows: Sequence[Sequence[Document]]) -> list[str]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
+import dataclasses
 from dataclasses import dataclass
 import hashlib
+import math
 from pathlib import Path
 import signal
 from typing import Literal
@@ -15,7 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 import numpy as np
 
-from models import chat, hf_weights, lora, transformer
+from models import chat, hf_weights, lora, token_order, transformer
 from models import params as params_lib
 from models.config import ModelConfig
 from models.sharding import Layout
@@ -70,6 +72,7 @@ class MeshConfig:
   data: int = 1
   fsdp: int = -1
   seq: int = 1
+  ulysses: int = 1
   tensor: int = 1
 
 
@@ -80,6 +83,18 @@ class LayoutConfig:
   remat: str = 'none'
   scan: bool = True
   compute_dtype: Literal['float32', 'bfloat16', 'float16'] = 'bfloat16'
+  order: str = 'auto'
+
+
+def lay_out(settings: LayoutConfig, model: ModelConfig, mesh: Mesh) -> Layout:
+  """Return the layout of a model on a mesh.
+
+  Raises:
+    ValueError: settings that are unknown or contradict the model.
+  """
+  layout = params_lib.replicate_indivisible(Layout(**vars(settings) | {'order': 'contiguous'}), mesh, model.num_kv_heads)
+  num_shards = math.prod(mesh.shape[axis] for axis in layout.ring_axes)
+  return dataclasses.replace(layout, order=token_order.resolve(settings.order, model, num_shards))
 
 
 def model_fingerprint(path: str | Path) -> str:

@@ -19,10 +19,10 @@ import time
 from typing import Any, Literal
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 import numpy as np
 
-from models import chat, sharding, transformer
+from models import chat, sharding, transformer, weight_files
 from models import params as params_lib
 from models import tokenizer as tokenizer_lib
 from models.config import ModelConfig
@@ -33,6 +33,7 @@ from rl import config as config_lib
 from rl import learner as learner_lib
 from rl import metrics as metrics_lib
 from rl import run as run_lib
+from rl.batching import Place
 from rl.data import records, tasks
 from rl.data.loader import Loader, Step
 from rl.learner import Learner
@@ -110,7 +111,7 @@ class Setup:
   tokenizer: Tokenizer
   layout: Layout
   mesh: Mesh
-  place: NamedSharding
+  place: Place
   learner: Learner
   frozen: Params
   mixture: Any
@@ -132,12 +133,10 @@ def set_up(config: TrainConfig) -> tuple[Setup, Params]:
   mixture = tasks.build_mixture(tasks.MixtureConfig(config.data.tasks, config.data.rates))
   tokenizer = tokenizer_lib.load(config.model.path)
   mesh = sharding.make_mesh(**vars(config.mesh))
-  layout = Layout(**vars(config.layout))
-  place = NamedSharding(mesh, layout.spec('batch', 'length'))
+  layout = run_lib.lay_out(config.layout, weight_files.read_config(config.model.path), mesh)
+  place = Place.of(layout, mesh)
   batching.host_rows(place, config.data.rows)
-  sharding.check_divides('data.length', config.data.length, ('seq',), mesh)
   model, trainable, frozen = run_lib.load_trainable(config.model, config.lora, config.seed, mesh, layout)
-  layout = params_lib.replicate_indivisible(layout, mesh, model.num_kv_heads)
   learner = learner_lib.build(
       model, layout, mesh, optimizer.build(config.optimizer, config.num_steps), optimizer.schedule(config.optimizer, config.num_steps),
       full=config.lora.rank == 0)

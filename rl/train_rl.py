@@ -26,12 +26,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 import numpy as np
 
 from envs.core import Domain
 from envs.tool_env import ToolEnv
-from models import chat, sharding, transformer
+from models import chat, sharding, transformer, weight_files
 from models import params as params_lib
 from models import tokenizer as tokenizer_lib
 from models.config import ModelConfig
@@ -43,6 +43,7 @@ from rl import config as config_lib
 from rl import learner as learner_lib
 from rl import metrics as metrics_lib
 from rl import run as run_lib
+from rl.batching import Place
 from rl.curriculum import Curriculum, DomainConfig, heldout_problems, make_domains
 from rl.evals import runner
 from rl.learner import Learner
@@ -69,7 +70,7 @@ class Setup:
   domain_configs: dict[str, DomainConfig]
   layout: Layout
   mesh: Mesh
-  place: NamedSharding
+  place: Place
   learner: Learner
   frozen: Params
   reference: Params | None
@@ -112,12 +113,10 @@ def set_up(config: RLConfig) -> tuple[Setup, Params]:
     heldout_problems(domains, domain_configs, 1)
   tokenizer = tokenizer_lib.load(config.model.path)
   mesh = sharding.make_mesh(**vars(config.mesh))
-  layout = Layout(**vars(config.layout))
-  place = NamedSharding(mesh, layout.spec('batch', 'length'))
+  layout = run_lib.lay_out(config.layout, weight_files.read_config(config.model.path), mesh)
+  place = Place.of(layout, mesh)
   batching.host_rows(place, config.rows)
-  sharding.check_divides('length', config.length, ('seq',), mesh)
   model, trainable, frozen = run_lib.load_trainable(config.model, config.lora, config.seed, mesh, layout)
-  layout = params_lib.replicate_indivisible(layout, mesh, model.num_kv_heads)
   is_full = config.lora.rank == 0
   learner = learner_lib.build(
       model, layout, mesh, optimizer.build(config.optimizer, config.num_updates),

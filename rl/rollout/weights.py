@@ -6,7 +6,9 @@ published weights changed when the trained ones did (by checksum), and that both
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -47,11 +49,13 @@ class Publisher:
     `layout` is the engine's; `probe_T` are the ids of some ordinary text, at least two; `max_probe_diff_nats` bounds the difference that
     the two layouts' precision may make.
     """
-    self._config, self._layout, self._mesh, self._train_layout = config, layout, mesh, train_layout
+    self._config, self._layout, self._mesh, self._train_layout = (
+        config, layout, mesh, dataclasses.replace(train_layout, order='contiguous'))
     self._max_probe_diff_nats = max_probe_diff_nats
     self._last: tuple[int, int] | None = None
     rows = max(decode.num_shards(layout, mesh), mesh.shape['data'] * mesh.shape['fsdp'])
-    self._tokens_BT = np.tile(np.resize(probe_T, _PROBE_TOKENS * mesh.shape['seq']).astype(np.int32), (rows, 1))
+    num_tokens = _PROBE_TOKENS * math.prod(mesh.shape[axis] for axis in train_layout.length_axes)
+    self._tokens_BT = np.tile(np.resize(probe_T, num_tokens).astype(np.int32), (rows, 1))
 
   def publish(self, params: Params, version: int, *, has_changed: bool = True) -> Published:
     """Return `params` (adapters included) for the engine.

@@ -21,6 +21,16 @@ from tests import tiny
 CONFIG = tiny.config()
 LENGTH = 48
 MESHES = {'one': {}, 'fsdp2': {'fsdp': 2}, 'fsdp2_tensor2': {'fsdp': 2, 'tensor': 2}, 'data2_fsdp2': {'data': 2, 'fsdp': 2}, 'seq2': {'seq': 2}}
+# Rows whose length is split, with the order of their tokens.
+LONG_MESHES = {
+    'seq2_contiguous': {'seq': 2, 'order': 'contiguous'},
+    'seq2_striped': {'seq': 2, 'order': 'striped'},
+    'seq4_zigzag': {'seq': 4, 'order': 'zigzag'},
+    'seq8_zigzag': {'seq': 8, 'order': 'zigzag'},
+    'ulysses2': {'ulysses': 2},
+    'fsdp2_seq2_ulysses2': {'fsdp': 2, 'seq': 2, 'ulysses': 2, 'order': 'zigzag'},
+    'seq2_tensor2': {'seq': 2, 'tensor': 2, 'order': 'zigzag'},
+}
 
 
 def documents(count=12, seed=0):
@@ -37,9 +47,10 @@ def documents(count=12, seed=0):
 @functools.cache
 def setting(name, rank=0, policy=None):
   """Return (mesh, layout, learner, trainable, frozen) on a mesh; with settings of a policy loss, the learner minimizes that."""
-  sizes = MESHES[name]
+  sizes = dict((MESHES | LONG_MESHES)[name])
+  order = sizes.pop('order', 'contiguous')
   mesh = sharding.make_mesh(devices=jax.devices()[:int(np.prod(list(sizes.values()) or [1]))], **sizes)
-  layout = params_lib.replicate_indivisible(sharding.TRAIN, mesh, CONFIG.num_kv_heads)
+  layout = dataclasses.replace(params_lib.replicate_indivisible(sharding.TRAIN, mesh, CONFIG.num_kv_heads), order=order)
   config = optimizer_lib.OptimizerConfig(learning_rate=1e-3, schedule='constant', weight_decay=0.1)
   loss = learner_lib.supervised_loss if policy is None else learner_lib.policy_loss(policy)
   learner = learner_lib.build(CONFIG, layout, mesh, optimizer_lib.build(config, 10), optimizer_lib.schedule(config, 10), full=rank == 0,
@@ -61,7 +72,7 @@ def step_gradient(name, micro_batches, packed, aggregation='token_mean'):
   if not packed:
     rows = [docs[row:row + 1] for row in range(16)]
   batch = batching.pack_rows(rows, LENGTH, denominator=denominator, aggregation=aggregation)
-  place = jax.NamedSharding(mesh, layout.spec('batch', 'length'))
+  place = batching.Place.of(layout, mesh)
   total, loss = None, None
   for part in batching.micro_batches(batch, micro_batches):
     grads, metrics = learner.gradient(trainable, frozen, batching.to_global(part, place))
@@ -97,6 +108,17 @@ def test_gradient_is_the_same_however_a_step_is_split(name, micro_batches, packe
     assert metrics[key] == pytest.approx(wanted_metrics[key], rel=1e-6), key
 
 
+@pytest.mark.parametrize('packed', [True, False])
+@pytest.mark.parametrize('name', LONG_MESHES)
+def test_gradient_is_the_same_however_the_length_is_split(name, packed):
+  """Nor is it scaled by the number of parts (DeepSpeed#5248): parts of a row that hold only padding add 0 (Megatron-LM#1764)."""
+  grads, metrics = step_gradient(name, 1, packed)
+  wanted, wanted_metrics = expected()
+  check_equal(grads, wanted)
+  for key in ('train/loss_nats', 'train/tokens', 'train/target_tokens'):
+    assert metrics[key] == pytest.approx(wanted_metrics[key], rel=1e-6), key
+
+
 @pytest.mark.parametrize('aggregation', ['sequence_mean', 'token_sum'])
 def test_aggregations_do_not_depend_on_the_split_either(aggregation):
   for micro_batches, packed in ((2, True), (4, False)):
@@ -109,7 +131,7 @@ def test_aggregations_do_not_depend_on_the_split_either(aggregation):
 def batch_for(name, docs=None):
   mesh, layout = setting(name)[:2]
   batch = batching.pack(docs or documents(), 4, LENGTH, aggregation='token_mean')
-  return batching.to_global(batch, jax.NamedSharding(mesh, layout.spec('batch', 'length')))
+  return batching.to_global(batch, batching.Place.of(layout, mesh))
 
 
 def fresh(tree):
@@ -192,7 +214,7 @@ def test_changing_a_token_of_one_document_leaves_the_others_gradients():
   first, second = documents(2)
   silent = dataclasses.replace(first, loss_mask_T=np.zeros_like(first.loss_mask_T))
   changed = dataclasses.replace(silent, tokens_T=(first.tokens_T + 1) % 96)
-  place = jax.NamedSharding(mesh, layout.spec('batch', 'length'))
+  place = batching.Place.of(layout, mesh)
   rows = [batching.pack_rows([[doc, second]] + [[]] * 3, LENGTH, denominator=1, aggregation='token_sum') for doc in (silent, changed)]
   grads = [learner.gradient(trainable, frozen, batching.to_global(batch, place))[0] for batch in rows]
   for (name, a), b in zip(params_lib.named_leaves(grads[0]), jax.tree.leaves(grads[1])):

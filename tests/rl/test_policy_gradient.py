@@ -25,7 +25,7 @@ AGGREGATIONS = ('token_mean', 'sequence_mean', 'sequence_sum', 'constant', 'toke
 
 def place(name):
   mesh, layout = setting(name)[:2]
-  return jax.NamedSharding(mesh, layout.spec('batch', 'length'))
+  return batching.Place.of(layout, mesh)
 
 
 def conversations(num=8, seed=0):
