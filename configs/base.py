@@ -11,6 +11,7 @@ def get_config() -> ml_collections.ConfigDict:
   return ml_collections.ConfigDict({
       'stage': 'supervised',
       'num_steps': 100,  # optimizer steps; the learning rate schedule ends there
+      'phases': (),  # of longer rows and another RoPE (see configs/long_context.py); () is one, as `data` says
       'seed': 0,
       'model': {
           'path': '',  # Hugging Face directory or .gguf file
@@ -27,8 +28,8 @@ def get_config() -> ml_collections.ConfigDict:
           'tasks': {
               'train': {
                   'paths': (),  # files or globs
-                  'source': 'jsonl',  # jsonl, parquet, tfds
-                  'schema': 'qa',  # qa {"question", "answer"}, chat {"messages": [{"role", "content"}]}, text {"text"}
+                  'source': 'jsonl',  # jsonl, parquet, tfds, npy
+                  'schema': 'qa',  # qa {"question", "answer"}, chat {"messages": [{"role", "content"}]}, text {"text"}, tokens (npy)
                   'fields': {},  # {'question': 'prompt'} where a column has another name
                   'tfds_split': 'train',
                   'heldout_fraction': 0.05,  # kept out of training, chosen by content
@@ -58,10 +59,11 @@ def get_config() -> ml_collections.ConfigDict:
       'mesh': {'data': 1, 'fsdp': -1, 'seq': 1, 'ulysses': 1, 'tensor': 1},  # devices along each axis; -1 is the rest
       'layout': {
           'attention': 'auto',  # dense, blockwise, cudnn
-          'remat': 'full',  # none, full, or names to keep: query,key,value,attention,gate,up
+          'remat': 'full',  # none, full, offload, or names to keep: query,key,value,attention,attention_lse,gate,up,offload
           'scan': True,  # layers under lax.scan; False unrolls them (faster on CPU, slower to compile)
           'compute_dtype': 'bfloat16',
           'order': 'auto',  # of tokens where a row is split over seq: contiguous, zigzag, striped
+          'mlp_chunk': config_dict.placeholder(int),  # most tokens of a device that the MLP handles at once; None is no limit
       },
       'checkpoint_every_steps': 100,
       'checkpoints_kept': 2,

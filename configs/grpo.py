@@ -38,7 +38,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
       'seed': 0,
       'model': shared.model,
       'lora': shared.lora,
-      'domains': {},  # {'arithmetic/integers': {'levels': (1, 2), 'weight': 1.0, 'path': ''}}
+      'domains': {},  # {'longcontext/hops': {'levels': (1, 2), 'weight': 1.0, 'path': '', 'options': {'num_words': (1000, 9000)}}}
       'curriculum': 'adaptive',  # fixed, adaptive: levels by how much there is to learn at them
       'groups': 16,  # problems of a step
       'group_size': 8,  # samples of a problem

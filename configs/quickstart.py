@@ -10,7 +10,7 @@ from configs import base
 
 def get_config() -> ml_collections.ConfigDict:
   config = base.get_config()
-  config.num_steps = 5  # enough to learn the form of a call; putting two operations into one is left to reinforcement learning
+  config.num_steps = 5  # enough to learn the form of a call; what to put into it is left to reinforcement learning
   config.lora.rank = 16
   config.data.tasks.train.schema = 'chat'
   config.optimizer.learning_rate = 5e-4

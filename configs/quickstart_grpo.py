@@ -10,7 +10,7 @@ from configs import grpo
 
 def get_config() -> ml_collections.ConfigDict:
   config = grpo.get_config()
-  config.domains = {'arithmetic/python': {'path': '', 'weight': 1.0, 'levels': (2,)}}
+  config.domains = {'arithmetic/python': {'path': '', 'weight': 1.0, 'levels': (2,), 'options': {}}}
   config.num_steps = 32
   config.groups = 8
   config.group_size = 8
@@ -18,12 +18,12 @@ def get_config() -> ml_collections.ConfigDict:
   config.lora.rank = 16
   config.optimizer.learning_rate = 3e-5
   config.optimizer.warmup_steps = 2
-  config.rollout.max_new_tokens = 48
-  config.rollout.max_length = 104
+  config.rollout.max_new_tokens = 52
+  config.rollout.max_length = 112
   config.rollout.slots = 64
   config.rollout.steps_per_launch = 2  # a step of 64 rows takes 0.12 s, so looking often costs nothing
   config.rollout.describe_tools = False  # the supervised stage has shown how
-  config.length = 104
+  config.length = 112
   config.rows = 8
   config.eval.every_steps = 16
   config.eval.problems = 200

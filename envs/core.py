@@ -92,6 +92,19 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class Evidence:
+  """Where a long text says what its question needs, for accuracy by length and by position.
+
+  Attributes:
+    num_words: of the text, as it was asked for; words are what stands between white space.
+    positions: of each statement that is needed: the share of the other words that stand before it, so 0 is the start of the text and 1 its
+      end. () where the whole text is needed, or where it does not say.
+  """
+  num_words: int
+  positions: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Problem:
   """One task of a domain.
 
@@ -101,12 +114,14 @@ class Problem:
     level: difficulty, from 1.
     messages: what the policy is shown first.
     answer: what the verifier compares with; JSON-able, never shown to the policy.
+    evidence: of a long text, None elsewhere; never shown to the policy.
   """
   id: str
   domain: str
   level: int
   messages: tuple[Message, ...]
   answer: Any
+  evidence: Evidence | None = None
 
 
 @dataclass(frozen=True)
@@ -118,11 +133,13 @@ class Task:
     answer: as in `Problem`.
     demonstration: the messages of a policy that solves it, tool results included; they score 1.
     canonical: what makes two tasks the same one, such as numbers and operations without the wording; splits are made by its hash.
+    evidence: as in `Problem`.
   """
   question: str
   answer: Any
   demonstration: tuple[Message, ...]
   canonical: str
+  evidence: Evidence | None = None
 
 
 class Verifier(Protocol):
@@ -237,7 +254,8 @@ class Domain:
   def problem(self, split: Split, level: int, index: int) -> Problem:
     """Return the problem of this place; ValueError if there is none."""
     task = self.source.task(split, level, index)
-    return Problem(f'{self.name}/{split}/{level}/{index}', self.name, level, ({'role': 'user', 'content': task.question},), task.answer)
+    return Problem(f'{self.name}/{split}/{level}/{index}', self.name, level, ({'role': 'user', 'content': task.question},), task.answer,
+                   task.evidence)
 
   def demonstration(self, split: Split, level: int, index: int) -> tuple[Message, ...]:
     """Return a whole right conversation, the question first."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import importlib
+import inspect
+from types import MappingProxyType
+from typing import Any
 
 from envs.core import Domain
 
@@ -17,6 +20,21 @@ _MAKERS: Mapping[str, str] = {
     'programs/generated': 'envs.domains.programs:generated',
     'programs/mbpp': 'envs.domains.programs:mbpp',
     'programs/humaneval': 'envs.domains.programs:humaneval',
+    'longcontext/needle': 'envs.domains.longcontext:needle',
+    'longcontext/multikey': 'envs.domains.longcontext:multikey',
+    'longcontext/multivalue': 'envs.domains.longcontext:multivalue',
+    'longcontext/multiquery': 'envs.domains.longcontext:multiquery',
+    'longcontext/variables': 'envs.domains.longcontext:variables',
+    'longcontext/common_words': 'envs.domains.longcontext:common_words',
+    'longcontext/frequent_words': 'envs.domains.longcontext:frequent_words',
+    'longcontext/hops': 'envs.domains.longcontext:hops',
+    'longcontext/comparison': 'envs.domains.longcontext:comparison',
+    'longcontext/latest': 'envs.domains.longcontext:latest',
+    'longcontext/counting': 'envs.domains.longcontext:counting',
+    'longcontext/table': 'envs.domains.longcontext:table',
+    'longcontext/code': 'envs.domains.longcontext:code',
+    'longcontext/timeline': 'envs.domains.longcontext:timeline',
+    'longcontext/abstain': 'envs.domains.longcontext:abstain',
 }
 _FROM_PATH = ('word_problems/gsm8k', 'programs/mbpp', 'programs/humaneval')
 
@@ -31,11 +49,16 @@ def needs_path(name: str) -> bool:
   return name in _FROM_PATH
 
 
-def make_domain(name: str, path: str = '') -> Domain:
-  """Return the domain of this name, or what the 'package/module:function' of your own makes; a path is the function's only argument.
+def make_domain(name: str, path: str = '', options: Mapping[str, Any] = MappingProxyType({})) -> Domain:
+  """Return the domain of this name, or what the 'package/module:function' of your own makes.
+
+  Args:
+    name: of the domain.
+    path: its data file; the function's first argument where it is not ''.
+    options: keyword arguments of the function, such as {'num_words': (1000, 10000)}.
 
   Raises:
-    ValueError: an unknown name, or a path that is missing or not wanted.
+    ValueError: an unknown name, a path that is missing or not wanted, or options that the domain does not have or allow.
     FileNotFoundError: the path is not there.
   """
   if name in _MAKERS and needs_path(name) != bool(path):
@@ -49,4 +72,10 @@ def make_domain(name: str, path: str = '') -> Domain:
     make = getattr(importlib.import_module(module), function)
   except (ModuleNotFoundError, AttributeError) as error:
     raise ValueError(f'domain {name!r}: {error}; the module must be importable from here and have that function.') from error
-  return make(path) if path else make()
+  arguments = (path,) if path else ()
+  signature = inspect.signature(make)
+  try:
+    signature.bind(*arguments, **options)
+  except TypeError as error:
+    raise ValueError(f'domain {name!r} with options={dict(options)}: {error}; it takes {", ".join(signature.parameters) or "none"}.') from error
+  return make(*arguments, **options)

@@ -1,11 +1,16 @@
-"""Evaluate a pretrained model or a run: held-out likelihood and the share of right answers, with 95 % intervals.
+r"""Evaluate a pretrained model or a run: held-out likelihood and the share of right answers, with 95 % intervals.
 
     python -m launch.evaluate --model=runs/sft --data=test.jsonl
     python -m launch.evaluate --model=gemma.gguf --data=train.jsonl --heldout_fraction=0.05 --limit=200 --output=eval.json
 
     python -m launch.evaluate --model=runs/grpo --config=configs/grpo.py --config.domains="{'arithmetic/integers': {}}"
 
-With --config the held-out problems of its domains are tried instead, with the environments, tools and verifiers of training.
+With --config the held-out problems of its domains are tried instead, with the environments, tools and verifiers of training. Of domains with
+long texts, --output=x.json also writes x.svg: accuracy by position of the evidence and by length.
+
+    python -m launch.evaluate --model=runs/grpo --config=configs/grpo.py --output=x.json \
+        --config.domains="{'longcontext/multikey': {'options': {'num_words': (1000, 10000)}}}" \
+        --config.rollout.max_length=40000 --config.length=40000
 
 With a run as --model, its newest checkpoint is taken (--step chooses another). --heldout_fraction takes the held-out split of a file that is
 also trained on, the same one that `launch.train` keeps out; 0 takes the whole file.
@@ -25,14 +30,15 @@ import numpy as np
 
 from envs.tool_env import ToolEnv
 import launch
-from models import chat, heads, sampling, sharding, startup, transformer
+from launch import report_evidence
+from models import chat, decode, heads, sampling, sharding, startup, transformer
 from rl import batching, monitor, rl_config, train
 from rl import config as config_lib
 from rl import policy as policy_lib
 from rl.curriculum import heldout_problems, make_domains
 from rl.data import tasks
 from rl.data.records import Example
-from rl.evals import answers, runner, stats
+from rl.evals import answers, evidence, runner, stats
 from rl.rollout.engine import Engine
 from rl.rollout.ledger import Ledger
 from rl.rollout.worker import Worker
@@ -55,7 +61,7 @@ _SEED = flags.DEFINE_integer('seed', 0, 'Root of the sampling.', lower_bound=0)
 _SLOTS = flags.DEFINE_integer('slots', 32, 'Replies generated side by side.', lower_bound=1)
 _LENGTH = flags.DEFINE_integer('length', 1024, 'Tokens of a row; longer documents are an error.', lower_bound=8)
 _DTYPE = flags.DEFINE_enum('dtype', 'bfloat16', ['float32', 'bfloat16'], 'Of weights and computation.')
-_OUTPUT = flags.DEFINE_string('output', None, 'JSON file for results and every reply.')
+_OUTPUT = flags.DEFINE_string('output', None, 'JSON file for results and every reply; a picture of long texts lies beside it.')
 
 
 def likelihood(policy: policy_lib.Policy, documents: list[Document], mesh, layout) -> stats.Estimate:
@@ -129,17 +135,18 @@ def evaluate() -> dict:
   return results
 
 
-def evaluate_domains() -> dict:
-  """Try the held-out problems of --config and return the results as JSON values."""
+def evaluate_domains() -> tuple[dict, str]:
+  """Try the held-out problems of --config; return the results as JSON values, and a picture if there are problems with long texts."""
   settings = _CONFIG.value.copy_and_resolve_references()
   settings.model.path = _MODEL.value
   config = config_lib.build(rl_config.RLConfig, settings)
   domains, domain_configs = make_domains(config.domains)
   problems = heldout_problems(domains, domain_configs, config.eval.problems)
+  startup.use_cpu_devices(config.cpu_devices)
   startup.check_backend()
   start = time.perf_counter()
-  mesh = sharding.make_mesh(fsdp=-1)
-  layout = dataclasses.replace(sharding.ROLLOUT, compute_dtype=_DTYPE.value)
+  mesh = sharding.make_mesh(**vars(config.mesh))
+  layout = decode.rollout_layout(dataclasses.replace(sharding.TRAIN, compute_dtype=_DTYPE.value), mesh)
   policy = policy_lib.load(_MODEL.value, mesh, sharding.TRAIN, _DTYPE.value, _STEP.value)
   engine = Engine(policy.params, policy.config, layout, mesh, num_slots=config.rollout.slots, max_length=config.rollout.max_length,
                   steps_per_launch=config.rollout.steps_per_launch, prefill_chunk=config.rollout.prefill_chunk)
@@ -152,18 +159,26 @@ def evaluate_domains() -> dict:
   for name, value in result.metrics().items():
     if name.startswith('heldout/pass@1/'):
       print(f'  {name.removeprefix("heldout/pass@1/"):32} {value:.4f}')
-  return {'name': _MODEL.value, 'pass_rate': result.pass_rate._asdict(), 'passed': result.num_passed, 'graded': result.num_graded,
-          'trajectories': [monitor.trajectory_record(0, 'eval', trajectory) for trajectory in result.trajectories]}
+  results = {'name': _MODEL.value, 'pass_rate': result.pass_rate._asdict(), 'passed': result.num_passed, 'graded': result.num_graded}
+  tries = evidence.tries_of(result.trajectories)
+  if tries:
+    results['evidence'] = evidence.summary(tries)
+    for title, rates in (('words of the text', evidence.by_length(tries)), ('position of the evidence, in tenths', evidence.by_position(tries))):
+      print(f'  by {title}: ' + ', '.join(f'{key} {rate.estimate}' for key, rate in rates.items()))
+  results['trajectories'] = [monitor.trajectory_record(0, 'eval', trajectory) for trajectory in result.trajectories]
+  return results, report_evidence.picture([(_MODEL.value, tries)], background='white')
 
 
 def main(_: list[str]) -> None:
   if (_CONFIG.value is None) == (_DATA.value is None):
     raise ValueError(f'--data={_DATA.value} and --config={_CONFIG.value and "..."}: give one of them, files or a configuration of domains.')
-  results = evaluate_domains() if _CONFIG.value is not None else evaluate()
+  results, picture = evaluate_domains() if _CONFIG.value is not None else (evaluate(), '')
   if _OUTPUT.value:
     path = Path(_OUTPUT.value)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=2) + '\n', encoding='utf-8')
+    if picture:
+      path.with_suffix('.svg').write_text(picture + '\n', encoding='utf-8')
 
 
 if __name__ == '__main__':

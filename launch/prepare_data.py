@@ -9,6 +9,7 @@ import json
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
@@ -18,6 +19,7 @@ import launch
 _DOMAIN = flags.DEFINE_string('domain', 'word_problems/generated',
                               f'One of {", ".join(registry.names())}, or package/module:function of your own.')
 _PATH = flags.DEFINE_string('path', '', 'Data file of the domain, for those that read one.')
+_OPTIONS = flags.DEFINE_string('options', '{}', 'Settings of the domain as JSON, such as {"num_words": [1000, 10000]}.')
 _LEVELS = flags.DEFINE_list('levels', [], 'Difficulties, in turn; default all. One named twice comes twice as often.')
 _SPLIT = flags.DEFINE_enum('split', 'train', ['train', 'heldout'], 'Which problems; no problem is in both.')
 _COUNT = flags.DEFINE_integer('count', 4000, 'Number of different problems.', lower_bound=1)
@@ -49,8 +51,18 @@ def demonstrations(domain, levels: list[int], split: str, count: int):
   raise ValueError(f'{domain.name} gave only {len(seen)} different problems of levels {levels}; lower --count or add levels.')
 
 
+def _options() -> dict[str, Any]:
+  try:
+    options = json.loads(_OPTIONS.value)
+  except ValueError as error:
+    raise ValueError(f'--options={_OPTIONS.value} is not JSON ({error}); give an object such as {{"num_words": 1000}}.') from error
+  if not isinstance(options, dict):
+    raise ValueError(f'--options={_OPTIONS.value} must be a JSON object such as {{"num_words": 1000}}.')
+  return options
+
+
 def main(_: list[str]) -> None:
-  domain = registry.make_domain(_DOMAIN.value, _PATH.value)
+  domain = registry.make_domain(_DOMAIN.value, _PATH.value, _options())
   try:
     levels = [int(level) for level in _LEVELS.value] or list(range(1, domain.source.num_levels + 1))
   except ValueError as error:

@@ -12,7 +12,7 @@ if [ ! -f "$model" ]; then
 fi
 
 set -x
-"$python" -m launch.prepare_data --domain=arithmetic/python --levels=1,1,1,1,2 --count=600 --output="$rundir/demonstrations.jsonl"
+"$python" -m launch.prepare_data --domain=arithmetic/python --levels=1,2 --count=600 --output="$rundir/demonstrations.jsonl"
 "$python" -m launch.evaluate --model="$model" --config=configs/quickstart_grpo.py --output="$rundir/base.json"
 "$python" -m launch.train --config=configs/quickstart.py --config.model.path="$model" --config.seed="$seed" \
   --config.data.tasks.train.paths="('$rundir/demonstrations.jsonl',)" --workdir="$rundir/supervised"

@@ -92,6 +92,15 @@ function showResults() {
   }
 }
 
+// Accuracy by position of the evidence and by length, drawn by launch/report_evidence.py.
+function showEvidence() {
+  const drawing = document.getElementById('evidence-picture').content;
+  if (!drawing.childElementCount) return;
+  section('evidence', 'Long texts').append(
+    el('p', {class: 'muted'}, 'Share of held-out problems solved, by where in the text their evidence lies and by its length. A problem counts ',
+      'once at each position where a piece of its evidence lies.'), el('div', {class: 'panel scroll'}, drawing));
+}
+
 // Outcomes and ledger.
 function showOutcomes() {
   if (!data.outcomes.length && !Object.keys(data.ledger).length) return;

@@ -16,7 +16,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from launch import report_run
+from launch import report_evidence, report_run
 from launch.report_run import Change, Episode, EpisodeLog, Evaluation, Rate, Row, Run, Series
 from rl import monitor
 
@@ -54,8 +54,9 @@ def render(run: Run, baseline: Evaluation | None, max_episode_bytes: int) -> str
       'highlights': _highlights(run, episodes), 'episodes': episodes}
   script = '\n'.join((_HERE / name).read_text(encoding='utf-8') for name in _SCRIPTS)
   page = (_HERE / _TEMPLATE).read_text(encoding='utf-8').replace('{{script}}', script)
+  drawing = report_evidence.picture([(evaluation.name, evaluation.tries()) for evaluation in ends])
   head, _, tail = page.partition('{{data}}')
-  return head + embed(data) + tail
+  return head.replace('{{evidence}}', drawing) + embed(data) + tail
 
 
 def embed(data: Any) -> str:

@@ -18,9 +18,12 @@ from pathlib import Path
 import sys
 from typing import Any, BinaryIO, NamedTuple
 
+from envs.core import Evidence
 from rl import checkpoint, monitor
 from rl import run as run_lib
 from rl.evals import stats
+from rl.evals.evidence import Try
+from rl.evals.stats import Rate
 
 _NUMBER = (int, float)
 _NULLABLE = (int, float, type(None))
@@ -61,6 +64,7 @@ class Episode:
   outcome: str
   reason: str
   dropped: str
+  evidence: Evidence | None
   number: int
   offset: int
   num_bytes: int
@@ -102,16 +106,6 @@ class EpisodeLog:
     return records
 
 
-class Rate(NamedTuple):
-  """Pass@1: problems solved, of those graded."""
-  solved: int
-  graded: int
-
-  @property
-  def estimate(self) -> stats.Estimate:
-    return stats.proportion(self.solved, self.graded)
-
-
 class Change(NamedTuple):
   """The change between two evaluations over the problems that both graded."""
   gained: int
@@ -148,6 +142,11 @@ class Evaluation:
   name: str
   episodes: Mapping[tuple[str, int], Episode]
   log: EpisodeLog
+
+  def tries(self) -> list[Try]:
+    """Return what was graded of problems with a long text."""
+    return [Try(episode.domain, episode.evidence, episode.is_solved) for episode in self.episodes.values()
+            if episode.evidence is not None and episode.is_graded]
 
   def rate(self, place: Place) -> Rate | None:
     """Return pass@1 at a place, None if nothing was graded there."""
@@ -336,9 +335,21 @@ def _episode(name: str, number: int, offset: int, num_bytes: int, record: Mappin
     if not isinstance(message, dict) or not isinstance(message.get('role'), str) or not isinstance(message.get('content'), str):
       raise ValueError(f'{name}, line {number}: the message {repr(message)[:80]} must have a role and a content that are strings; '
                        'repair the line or delete it.')
+  evidence = record.get('evidence')
+  if evidence is not None:
+    evidence = _evidence(evidence, f'{name}, line {number}')
   texts = {key: sys.intern(record[key]) for key in ('kind', 'problem_id', 'domain', 'outcome', 'reason', 'dropped')}
-  return Episode(**texts, **{key: record[key] for key in ('step', 'level', 'group', 'sample', 'reward')}, number=number, offset=offset,
-                 num_bytes=num_bytes)
+  return Episode(**texts, **{key: record[key] for key in ('step', 'level', 'group', 'sample', 'reward')}, evidence=evidence, number=number,
+                 offset=offset, num_bytes=num_bytes)
+
+
+def _evidence(value: Any, place: str) -> Evidence:
+  positions = value.get('positions') if isinstance(value, dict) else None
+  if not isinstance(positions, list) or not all(type(one) in _NUMBER and 0 <= one <= 1 for one in positions) or (
+      type(value.get('num_words')) is not int):
+    raise ValueError(f'{place}: evidence is {repr(value)[:80]} and must have num_words and positions from 0 to 1; '
+                     'repair the line or delete it.')
+  return Evidence(value['num_words'], tuple(positions))
 
 
 def _read_metrics(path: Path, notes: list[str]) -> tuple[dict[str, Series], tuple[float, float] | None]:

@@ -72,6 +72,7 @@ class ModelConfig:
     scale_embeddings: multiply embeddings by sqrt(embed_dim) (Gemma).
     query_scale: multiplies scores; None means head_dim ** -0.5.
     attention_softcap, final_softcap: c tanh(x / c) on scores and logits; None means none.
+    attention_sinks: each query head has a learned logit that takes part in its softmax and has no value (arXiv:2309.17453).
     layer_pattern: attention kind of each layer, repeated over the depth ('global' sees everything before it, 'local' a window).
     window: how many tokens a local layer sees, its own included.
     rope, local_rope: for global and local layers; local_rope None means the same as rope.
@@ -96,6 +97,7 @@ class ModelConfig:
   query_scale: float | None = None
   attention_softcap: float | None = None
   final_softcap: float | None = None
+  attention_sinks: bool = False
   layer_pattern: tuple[Literal['global', 'local'], ...] = ('global',)
   window: int | None = None
   rope: RopeConfig = RopeConfig()

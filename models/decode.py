@@ -16,6 +16,7 @@ Deliberately absent: prefixes shared between slots, speculative decoding, and wh
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -25,7 +26,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 import numpy as np
 
-from models import kv_cache, sharding, transformer
+from models import attention, kv_cache, sharding, transformer
 from models import params as params_lib
 from models import sampling as sampling_lib
 from models.config import ModelConfig
@@ -84,8 +85,25 @@ def check(config: ModelConfig, layout: Layout, mesh: Mesh) -> None:
   table = dict(layout.rules)
   if any(mesh.shape[axis] > 1 for axis in table.get('length', ())):
     raise ValueError(f"layout.rules split 'length' over {table['length']} on mesh {dict(mesh.shape)}, but a decoding step has one token; "
-                     'use sharding.ROLLOUT, which splits rows over those axes.')
+                     'use sharding.ROLLOUT, which splits rows over those axes, or sharding.LONG_ROLLOUT, which splits the cache.')
   transformer.check(config, layout)
+  layout.spec('batch', 'kv_heads', 'cache', None)
+  if kv_cache.axes(layout) and layout.attention == 'dense':
+    raise ValueError(f"layout.attention={layout.attention!r} attends to whole rows, but layout.rules split 'cache' over "
+                     f"{kv_cache.axes(layout)}; use 'auto' or a kernel for a split length:\n{attention.support_table()}")
+
+
+def rollout_layout(train: Layout, mesh: Mesh) -> Layout:
+  """Return the layout with which to decode what is trained with the layout `train`, in its compute dtype.
+
+  Where training splits the length of rows, decoding splits the cache over the same axes, so that it takes prompts as long. Elsewhere rows
+  are split over as many devices as there are.
+  """
+  split = train.length_axes
+  if math.prod(mesh.shape[axis] for axis in split) == 1:
+    return dataclasses.replace(sharding.ROLLOUT, compute_dtype=train.compute_dtype)
+  rules = dict(train.rules) | {'length': (), 'embed': (), 'cache': split}
+  return dataclasses.replace(sharding.LONG_ROLLOUT, rules=tuple(rules.items()), compute_dtype=train.compute_dtype)
 
 
 def num_shards(layout: Layout, mesh: Mesh) -> int:
@@ -161,10 +179,17 @@ def prefill(params, tokens_PT: np.ndarray, lengths_P: np.ndarray, config: ModelC
   """Return the keys and values of P prompts, for `insert`; call under a mesh.
 
   `tokens_PT` are the prompts without their last tokens, padded at the end with any id; `lengths_P` are their lengths. P must divide over
-  the layout's shards, and T by `chunk` if it is longer. `max_length` is that of the state the prompts are for. Compiles once for each shape
-  [P, T] up to a chunk, and twice for each P beyond.
+  the layout's shards, and T by `chunk` if it is longer; both by `kv_cache.num_shards`. `max_length` is that of the state the prompts are
+  for. Compiles once for each shape [P, T] up to a chunk, and twice for each P beyond.
+
+  Raises:
+    ValueError: the devices that share a row cannot share a chunk equally.
   """
   length = tokens_PT.shape[1]
+  shards = kv_cache.num_shards(layout, sharding.current_mesh())
+  if min(length, chunk) % shards or length % min(length, chunk):
+    raise ValueError(f'prefill: {length} tokens in chunks of {chunk} do not divide over the {shards} devices that share the cache of a row; '
+                     f'pad them to a multiple of the chunk, and the chunk to a multiple of {shards}.')
   num_places = min(length, max_length) if length <= chunk else max_length
   cache = None
   for start in range(0, length, chunk):
@@ -175,8 +200,12 @@ def prefill(params, tokens_PT: np.ndarray, lengths_P: np.ndarray, config: ModelC
 
 @functools.partial(jax.jit, static_argnames=('config', 'layout', 'max_length'), donate_argnames=('cache',))
 def _prefill_chunk(params, cache, tokens_PT, start, lengths_P, config: ModelConfig, layout: Layout, max_length: int) -> Cache:
+  # The devices that share the cache of a row share the chunk alike, each computing the keys and values that it keeps.
+  layout = dataclasses.replace(layout, rules=tuple((dict(layout.rules) | {'length': kv_cache.axes(layout)}).items()))
+  shards = kv_cache.num_shards(layout, sharding.current_mesh())
   lengths_P = sharding.constrain(lengths_P, layout, 'batch')
   positions_PT = jnp.broadcast_to(start + jnp.arange(tokens_PT.shape[1])[None], tokens_PT.shape)
+  tokens_PT, positions_PT = (kv_cache.deal(x, shards) for x in (tokens_PT, positions_PT))
   attend = kv_cache.attend_chunk(start, lengths_P, cache is None, config, layout)
   if cache is None:
     cache = kv_cache.empty(config, layout, tokens_PT.shape[0], max_length)
@@ -190,9 +219,9 @@ def insert(state: DecodeState, prompts: Cache, slots_A: np.ndarray, prompts_A: n
   Slot `slots_A[i]` gets row `prompts_A[i]` of the prefilled `prompts`, which may go to many slots, and value i of each of the `contents`.
   Negative slots at the end are padding, so that one compiled shape serves any number.
   """
-  row, unsplit = layout.spec('batch'), layout.spec(None, 'kv_heads', None, None)
-  cached = layout.spec('batch', 'kv_heads', None, None)
-  batch_axes = dict(layout.rules)['batch']
+  row, batch_axes = layout.spec('batch'), dict(layout.rules)['batch']
+  cached = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, state.cache)
+  unsplit = jax.tree.map(lambda x: jax.P(None, *jax.typeof(x).sharding.spec[1:]), state.cache)
 
   @functools.partial(jax.shard_map, in_specs=(cached, row, unsplit, jax.P(), jax.P(), jax.P()), out_specs=(cached, row))
   def local(cache, slots, prompts, slots_A, prompts_A, contents):
@@ -213,7 +242,7 @@ def insert(state: DecodeState, prompts: Cache, slots_A: np.ndarray, prompts_A: n
 
     return jax.lax.fori_loop(0, jnp.sum(slots_A >= 0), copy, cache), slots
 
-  prompts = jax.tree.map(lambda x: jax.reshard(x, unsplit), prompts)
+  prompts = jax.reshard(prompts, unsplit)
   return DecodeState(*local(state.cache, state.slots, prompts, slots_A, prompts_A, contents))
 
 

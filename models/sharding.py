@@ -55,10 +55,11 @@ class Layout:
     rules: logical axis -> mesh axes; an axis not listed is not split.
     attention: kernel, one of `attention.KERNELS`, or 'auto' for the best one here.
     remat: what backward keeps of a block: 'none' keeps everything, 'full' only the block's input, else a comma list of names from
-      `transformer.CHECKPOINT_NAMES`.
+      `transformer.CHECKPOINT_NAMES`; 'offload', alone or in the list, keeps the input in the host's memory.
     scan: run the stacked layers under `lax.scan` (compile time independent of depth); False unrolls them.
     compute_dtype: of matmul operands and the residual stream; softmax, norms' statistics, logprobs and losses are float32 always.
     order: in which order the tokens of a row lie where its length is split, one of `token_order.ORDERS`.
+    mlp_chunk: most tokens of a device that the MLP handles at once, so that its wide intermediates never exist for all; None is no limit.
   """
   rules: Rules = _RULES
   attention: str = 'auto'
@@ -66,8 +67,11 @@ class Layout:
   scan: bool = True
   compute_dtype: str = 'float32'
   order: str = 'contiguous'
+  mlp_chunk: int | None = None
 
   def __post_init__(self):
+    if self.mlp_chunk is not None and self.mlp_chunk < 1:
+      raise ValueError(f'layout.mlp_chunk={self.mlp_chunk} must be at least 1 token, or None for no limit.')
     if self.compute_dtype not in DTYPES:
       raise ValueError(f'layout.compute_dtype={self.compute_dtype!r} is unknown; use one of {DTYPES}.')
     for logical, axes in self.rules:
@@ -106,6 +110,8 @@ TRAIN = Layout()
 # Decoding splits rows over every axis but `tensor`, and keeps weights whole over `fsdp`: gathering them for each token would dominate.
 ROLLOUT = Layout(rules=tuple(
     (name, ('data', 'fsdp', 'seq', 'ulysses') if name == 'batch' else () if name in ('length', 'embed') else axes) for name, axes in _RULES))
+# Where one device cannot hold the keys and values of a long sequence, they are split over the axes that split its length in training.
+LONG_ROLLOUT = Layout(rules=tuple((dict(_RULES) | {'length': (), 'embed': (), 'cache': ('seq', 'ulysses')}).items()))
 
 
 def make_mesh(*, data: int = 1, fsdp: int = 1, seq: int = 1, ulysses: int = 1, tensor: int = 1,

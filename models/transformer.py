@@ -15,6 +15,7 @@ from collections.abc import Callable
 import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from models import attention, layers, rope, sharding
 from models import params as params_lib
@@ -22,8 +23,9 @@ from models.config import ModelConfig
 from models.params import ParamSpec
 from models.sharding import Layout
 
-# Intermediates that `layout.remat` may name to be kept instead of recomputed.
-CHECKPOINT_NAMES = ('query', 'key', 'value', 'attention', 'gate', 'up')
+# Intermediates that `layout.remat` may name to be kept instead of recomputed; attention is computed once where both of its names are kept.
+CHECKPOINT_NAMES = ('query', 'key', 'value', 'attention', 'attention_lse', 'gate', 'up')
+_HOST_MEMORY = 'pinned_host'
 
 
 def declare(config: ModelConfig) -> dict:
@@ -49,6 +51,8 @@ def declare(config: ModelConfig) -> dict:
     }
   if config.qk_norm:
     attend |= {'q_norm': norm(width), 'k_norm': norm(width)}
+  if config.attention_sinks:
+    attend |= {'sinks': ParamSpec((depth, heads), (None, 'heads'), 'zeros')}
   mlp = {
       'norm': norm(),
       'gate': ParamSpec((depth, embed, config.mlp_dim), (None, 'embed', 'mlp'), 'normal', (1,)),
@@ -73,17 +77,33 @@ def unembedding(params, config: ModelConfig) -> jax.Array:
   return params['embedding'] if config.tied_embeddings else params['head']
 
 
-def check(config: ModelConfig, layout: Layout) -> None:
-  """Raise ValueError if the layout asks for something a forward pass of this model cannot do."""
-  unknown = set(_kept_names(layout)) - set(CHECKPOINT_NAMES) if layout.remat not in ('none', 'full') else set()
+def check(config: ModelConfig, layout: Layout, mesh: Mesh | None = None) -> None:
+  """Raise ValueError if the layout asks for something a forward pass of this model cannot do, on this mesh if one is given."""
+  kept = _kept_names(layout)
+  unknown = set(kept) - set(CHECKPOINT_NAMES)
   if unknown:
-    raise ValueError(f"layout.remat={layout.remat!r} names unknown intermediates {sorted(unknown)}; use 'none', 'full' or some of "
-                     f'{CHECKPOINT_NAMES} separated by commas.')
-  attention.check(layout, config, jax.default_backend())
+    raise ValueError(f"layout.remat={layout.remat!r} names unknown intermediates {sorted(unknown)}; use 'none', 'full', 'offload' or some of "
+                     f"{CHECKPOINT_NAMES} separated by commas ('offload' may be one of them).")
+  if layout.mlp_chunk is not None and {'gate', 'up'} & set(kept):
+    raise ValueError(f'layout.remat={layout.remat!r} keeps the wide intermediates of the MLP, and layout.mlp_chunk={layout.mlp_chunk} is there '
+                     'so that they never exist; leave out gate and up, or set mlp_chunk to None.')
+  memories = sorted(memory.kind for memory in jax.local_devices()[0].addressable_memories())
+  if _offloads(layout) and _HOST_MEMORY not in memories:
+    raise ValueError(f'layout.remat={layout.remat!r} keeps the inputs of the layers in {_HOST_MEMORY} memory, and {jax.default_backend()} here '
+                     f"has only {', '.join(memories)}; use 'full'.")
+  attention.check(layout, config, jax.default_backend(), mesh)
+
+
+def _offloads(layout: Layout) -> bool:
+  return 'offload' in _remat_words(layout)
 
 
 def _kept_names(layout: Layout) -> list[str]:
-  return [name.strip() for name in layout.remat.split(',')]
+  return [word for word in _remat_words(layout) if word != 'offload']
+
+
+def _remat_words(layout: Layout) -> list[str]:
+  return [] if layout.remat in ('none', 'full') else [word.strip() for word in layout.remat.split(',')]
 
 
 def _project(x_BTD, params, name, layout: Layout, heads_axis: str):
@@ -111,8 +131,8 @@ def block(x_BTD: jax.Array, params, cache, kind: str, angles, attend: Callable, 
     k_BTKH = layers.rms_norm(k_BTKH, own['k_norm'], config)
   q_BTNH = checkpoint_name(rope.rotate(q_BTNH, *angles), 'query')
   k_BTKH = checkpoint_name(rope.rotate(k_BTKH, *angles), 'key')
-  out_BTNH, cache = attend(q_BTNH, k_BTKH, checkpoint_name(v_BTKH, 'value'), kind, cache)
-  out_BTNH = checkpoint_name(out_BTNH, 'attention')
+  sinks_N = own['sinks'].astype(jnp.float32) if config.attention_sinks else None
+  out_BTNH, cache = attend(q_BTNH, k_BTKH, checkpoint_name(v_BTKH, 'value'), kind, cache, sinks_N)
   out_BTD = sharding.einsum('BTNH,NHD->BTD', out_BTNH, own['o'], layout, 'batch', 'length', None)
   if config.post_norms:
     out_BTD = layers.rms_norm(out_BTD, own['post_norm'], config)
@@ -125,11 +145,15 @@ def block(x_BTD: jax.Array, params, cache, kind: str, angles, attend: Callable, 
 
 
 def _remat(function: Callable, layout: Layout) -> Callable:
+  """Let backward compute a block again from its input, which stays on the device or in the host's memory, and from what is kept."""
   if layout.remat == 'none':
     return function
-  policy = (jax.checkpoint_policies.nothing_saveable if layout.remat == 'full'
-            else jax.checkpoint_policies.save_only_these_names(*_kept_names(layout)))
-  return jax.checkpoint(function, policy=policy)
+  if not _offloads(layout):
+    return jax.checkpoint(function, policy=jax.checkpoint_policies.save_only_these_names(*_kept_names(layout)))
+  policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+      names_which_can_be_saved=_kept_names(layout), names_which_can_be_offloaded=['block_input'], offload_src='device',
+      offload_dst=_HOST_MEMORY)
+  return jax.checkpoint(lambda x_BTD, *rest: function(checkpoint_name(x_BTD, 'block_input'), *rest), policy=policy)
 
 
 def forward(params, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array | None, config: ModelConfig, layout: Layout,
@@ -139,7 +163,7 @@ def forward(params, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_B
   Args:
     params: the tree of `declare`; `blocks` stacked, or a tuple of one tree per layer (decoding holds them so).
     segment_ids_BT: documents of a packed row from 1, 0 is padding; may be None when `attend` is given.
-    attend: (q, k, v, kind, cache) -> (out, cache); None attends within the rows.
+    attend: (q, k, v, kind, cache, sinks or None) -> (out, cache); None attends within the rows.
     cache: a tuple with one entry per layer, for a decoding `attend`.
   """
   tokens_BT, positions_BT = (sharding.constrain(x, layout, 'batch', 'length') for x in (tokens_BT, positions_BT))

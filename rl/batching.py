@@ -5,12 +5,16 @@ A row of a `Batch` holds whole documents one after the other. Everything a loss 
 devices only add up. The weight sits at the place that predicts: place t carries the weight of the token at t + 1 of the same document, and
 so does everything else that a document says of its tokens.
 
+One row may be longer than a host should hold. Then each lays out its `Share`: the columns of its own devices, already in their order. Targets
+are the document's next tokens, so they are right at the edges of shares too.
+
 Deliberately absent: splitting a document over rows (its context would be lost in silence), and any token id that means padding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import bisect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 import math
 from typing import Literal, get_args
@@ -23,6 +27,8 @@ from models.sharding import Layout
 from rl.types import Batch, Document, Trajectory
 
 Aggregation = Literal['token_mean', 'sequence_mean', 'sequence_sum', 'constant', 'token_sum']
+
+_BLOCK_TOKENS = 65_536
 
 
 def plan(lengths: Iterable[int], rows: int, length: int, max_segments: int | None = None) -> tuple[list[list[int]], int]:
@@ -146,10 +152,39 @@ def pack_step(documents: Sequence[Document], rows: int, length: int, *, aggregat
   return micro_batches(pack_rows(filled, length, denominator=denominator, aggregation=aggregation), len(filled) // rows)
 
 
-def pack_rows(rows: Sequence[Sequence[Document]], length: int, *, denominator: float, aggregation: Aggregation) -> Batch:
+class Share:
+  """Which tokens of a row a process lays out, and in which columns.
+
+  Attributes:
+    num_columns: of what it lays out; where none of its tokens lies there is padding.
+  """
+
+  def __init__(self, token_T: np.ndarray):
+    """Take the tokens of the columns, in order; numbers that no row reaches are padding."""
+    self.num_columns = len(token_T)
+    starts = np.flatnonzero(np.diff(token_T, prepend=-2) != 1)
+    # Long runs are cut, so that whatever is computed of one is small beside the share.
+    starts = np.unique(np.concatenate([starts, np.arange(0, len(token_T), _BLOCK_TOKENS)]))
+    runs = zip(token_T[starts].tolist(), starts.tolist(), np.diff(starts, append=len(token_T)).tolist(), strict=True)
+    self._runs = sorted(runs)
+
+  def of(self, start: int, stop: int) -> Iterator[tuple[slice, slice]]:
+    """Yield (columns, tokens counted from `start`) of what the share has of a row's tokens from `start` to `stop`."""
+    for index in range(max(bisect.bisect_right(self._runs, (start, math.inf)) - 1, 0), len(self._runs)):
+      token, column, size = self._runs[index]
+      if token >= stop:
+        return
+      first, last = max(start, token), min(stop, token + size)
+      if first < last:
+        yield slice(column + first - token, column + last - token), slice(first - start, last - start)
+
+
+def pack_rows(rows: Sequence[Sequence[Document]], length: int, *, denominator: float, aggregation: Aggregation,
+              share: Share | None = None) -> Batch:
   """Lay out rows whose documents are already chosen as a numpy `Batch` of shape [len(rows), length]; an empty row is all padding.
 
-  A target's weight is 1 / denominator, and under `sequence_mean` also divided by the number of targets in its document.
+  A target's weight is 1 / denominator, and under `sequence_mean` also divided by the number of targets in its document. With a `share` only
+  its columns are laid out, and only their tokens are read.
 
   Raises:
     ValueError: a row too long, a denominator that is not a positive number, an unknown aggregation, documents that differ in what they say
@@ -158,7 +193,8 @@ def pack_rows(rows: Sequence[Sequence[Document]], length: int, *, denominator: f
   _check_aggregation(aggregation)
   if not (denominator > 0 and math.isfinite(denominator)):
     raise ValueError(f'denominator={denominator} must be positive and finite; it is the step_denominator of the whole optimizer step.')
-  shape = (len(rows), length)
+  share = Share(np.arange(length)) if share is None else share
+  shape = (len(rows), share.num_columns)
   tokens_BT, targets_BT, positions_BT, segment_ids_BT = (np.zeros(shape, np.int32) for _ in range(4))
   loss_weight_BT = np.zeros(shape, np.float32)
   per_token = {name: np.zeros(shape, np.float32) for name in _per_token_names(rows)}
@@ -168,16 +204,21 @@ def pack_rows(rows: Sequence[Sequence[Document]], length: int, *, denominator: f
       raise ValueError(f'Row {row} is given {total} tokens in {len(documents)} documents, it holds length={length}; plan rows with `plan`.')
     start = 0
     for segment, document in enumerate(documents, start=1):
-      end = start + len(document.tokens_T)
-      tokens_BT[row, start:end] = document.tokens_T
-      targets_BT[row, start:end - 1] = document.tokens_T[1:]
-      positions_BT[row, start:end] = np.arange(end - start)
-      segment_ids_BT[row, start:end] = segment
+      size = len(document.tokens_T)
       divisor = denominator * max(num_targets([document]), 1) if aggregation == 'sequence_mean' else denominator
-      loss_weight_BT[row, start:end - 1] = document.loss_mask_T[1:] / divisor
-      for name, array_BT in per_token.items():
-        array_BT[row, start:end - 1] = _of_targets(document, name)
-      start = end
+      values = {name: _of_targets(document, name) for name in per_token}
+      for columns, taken in share.of(start, start + size):
+        tokens_BT[row, columns] = document.tokens_T[taken]
+        positions_BT[row, columns] = np.arange(taken.start, taken.stop)
+        segment_ids_BT[row, columns] = segment
+        # The document's next tokens, whoever lays those out; its last place predicts nothing.
+        targets = slice(taken.start + 1, min(taken.stop + 1, size))
+        columns = slice(columns.start, columns.start + targets.stop - targets.start)
+        targets_BT[row, columns] = document.tokens_T[targets]
+        loss_weight_BT[row, columns] = document.loss_mask_T[targets] / divisor
+        for name, array_BT in per_token.items():
+          array_BT[row, columns] = values[name][taken.start:targets.stop - 1]
+      start += size
   return Batch(tokens_BT, targets_BT, positions_BT, segment_ids_BT, loss_weight_BT, **{f'{name}_BT': per_token[name] for name in per_token})
 
 
@@ -236,6 +277,12 @@ class Place:
     _, length_shards = _num_shards(self.sharding)
     return token_order.padded_length(self.order, length, self.num_ring_shards, length_shards // self.num_ring_shards)
 
+  def share(self, length: int) -> Share:
+    """Return what this process lays out of each row of `length`; the tokens are those of its devices."""
+    padded = self.padded(length)
+    token_T = token_order.places(self.order, padded, self.num_ring_shards)
+    return Share(np.concatenate([token_T[start:stop] for start, stop in _local_columns(self.sharding, padded)]))
+
 
 def host_rows(place: Place, rows: int) -> slice:
   """Return which rows of a global batch of `rows` the devices of this process hold.
@@ -266,7 +313,41 @@ def to_global(batch: Batch, place: Place) -> Batch:
   Raises:
     ValueError: rows do not divide over the mesh; nothing has been sent to a device then.
   """
-  local_rows, length = batch.tokens_BT.shape
+  length = batch.tokens_BT.shape[1]
+  token_T = token_order.places(place.order, place.padded(length), place.num_ring_shards)
+
+  def part(array_BT, columns):
+    taken_T = token_T[columns]
+    # Padding is zeros in every array; its segment is 0.
+    return np.where(taken_T < length, array_BT[:, np.minimum(taken_T, length - 1)], 0)
+
+  return _put(batch, place, len(token_T), part)
+
+
+def share_to_global(batch: Batch, place: Place, length: int) -> Batch:
+  """Put this host's share of rows of `length` (those of `host_rows`, packed with `place.share(length)`) onto the mesh as one global batch.
+
+  Raises:
+    ValueError: rows do not divide over the mesh, or the batch has other columns than the share.
+  """
+  padded = place.padded(length)
+  starts, first = {}, 0
+  for start, stop in _local_columns(place.sharding, padded):
+    starts[start] = first
+    first += stop - start
+  if batch.tokens_BT.shape[1] != first:
+    raise ValueError(f'The batch has {batch.tokens_BT.shape[1]} columns, but the share of process {jax.process_index()} of rows of {length} '
+                     f'has {first}; pack it with share=place.share({length}).')
+
+  def part(array_BT, columns):
+    return array_BT[:, starts[columns.start]:starts[columns.start] + columns.stop - columns.start]
+
+  return _put(batch, place, padded, part)
+
+
+def _put(batch: Batch, place: Place, padded: int, part: Callable[[np.ndarray, slice], np.ndarray]) -> Batch:
+  """Make global arrays of `padded` columns; `part` returns the columns of a shard from some of this host's rows."""
+  local_rows = batch.tokens_BT.shape[0]
   row_shards, _ = _num_shards(place.sharding)
   num_mine = len(_local_row_shards(place.sharding))
   if local_rows < 1 or local_rows % num_mine:
@@ -275,15 +356,11 @@ def to_global(batch: Batch, place: Place) -> Batch:
         f'use a multiple of {num_mine} rows, or a mesh with fewer shards.')
   rows = local_rows // num_mine * row_shards
   first = host_rows(place, rows).start
-  padded = place.padded(length)
-  token_T = token_order.places(place.order, padded, place.num_ring_shards)
 
-  def put(local):
+  def put(array_BT):
     def shard(index):
       start, stop, _ = index[0].indices(rows)
-      taken_T = token_T[index[1]]
-      # Padding is zeros in every array; its segment is 0.
-      return np.where(taken_T < length, local[start - first:stop - first, np.minimum(taken_T, length - 1)], 0)
+      return part(array_BT[start - first:stop - first], slice(*index[1].indices(padded)[:2]))
 
     return jax.make_array_from_callback((rows, padded), place.sharding, shard)
 
@@ -331,6 +408,13 @@ def _local_row_shards(sharding: jax.sharding.NamedSharding) -> list[int]:
   shards = _num_shards(sharding)
   indices = sharding.addressable_devices_indices_map(shards).values()
   return sorted({index[0].indices(shards[0])[0] for index in indices})
+
+
+def _local_columns(sharding: jax.sharding.NamedSharding, padded: int) -> list[tuple[int, int]]:
+  """Return the ranges of columns of the devices of this process, in order, each once."""
+  row_shards, _ = _num_shards(sharding)
+  indices = sharding.addressable_devices_indices_map((row_shards, padded)).values()
+  return sorted({index[1].indices(padded)[:2] for index in indices})
 
 
 def _describe(sharding: jax.sharding.NamedSharding) -> str:

@@ -10,7 +10,7 @@ Deliberately absent: statistics of single problems (generated ones do not come t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 import logging
 from typing import Any, Literal
 
@@ -32,12 +32,14 @@ class DomainConfig:
 
   Attributes:
     path: its data file, for domains that have one.
+    options: arguments of the function that makes it, such as {'num_words': (1000, 10000)}.
     weight: relative number of problems drawn from it.
     levels: difficulties to draw from; () is all.
   """
   path: str = ''
   weight: float = 1.0
   levels: tuple[int, ...] = ()
+  options: dict[str, Any] = field(default_factory=dict)
 
   def __post_init__(self):
     if not 0 < self.weight < float('inf'):
@@ -48,7 +50,7 @@ def make_domains(configs: Mapping[str, DomainConfig]) -> tuple[dict[str, Domain]
   """Return the domains, and the configs, by the domains' own names.
 
   Raises:
-    ValueError: none is named, an unknown one, one twice, or a level it does not have.
+    ValueError: none is named, an unknown one, one twice, or a level or an option it does not have.
     FileNotFoundError: a data file is not there.
     SandboxUnavailable: a domain runs code, and there is no sandbox to run it in.
   """
@@ -56,7 +58,7 @@ def make_domains(configs: Mapping[str, DomainConfig]) -> tuple[dict[str, Domain]
     raise ValueError(f'domains={{}} names none; give at least one of {", ".join(registry.names())}.')
   domains, by_name = {}, {}
   for name, config in configs.items():
-    domain = registry.make_domain(name, config.path)
+    domain = registry.make_domain(name, config.path, config.options)
     if domain.name in domains:
       raise ValueError(f'domains names {domain.name!r} twice; give it once.')
     domains[domain.name], by_name[domain.name] = domain, config

@@ -12,7 +12,7 @@ old and new values, for a step that is not finite, sits inside the same loops an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -20,13 +20,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 import optax
 
-from models import heads, transformer
+from models import heads, scalar_head, transformer
 from models import params as params_lib
 from models.config import ModelConfig
 from models.sharding import Layout
-from rl import losses
+from rl import losses, losses_preference, losses_reward
 from rl import metrics as metrics_lib
 from rl.losses import PolicyLossConfig
+from rl.losses_preference import PreferenceLossConfig
+from rl.losses_reward import RewardLossConfig, ValueLossConfig
 from rl.metrics import Last, Mean, Sum
 from rl.types import Batch, Params, Scores, TrainState
 
@@ -44,6 +46,7 @@ class Learner(NamedTuple):
     score: (trainable, frozen, batch) -> Scores: old logprobs with the policy's parameters, reference logprobs with those of the reference. In
       a LoRA run trainable=None scores the frozen base alone, which is the usual reference there.
     num_compiled: () -> how often each program of a step was compiled; more than once means that a shape or a sharding drifts.
+    programs: name -> the jitted program behind these functions, for compiling it ahead of time under the learner's mesh.
   """
   init: Callable[[Params], TrainState]
   gradient: Callable[[Params, Params, Batch], tuple[Params, dict]]
@@ -53,6 +56,7 @@ class Learner(NamedTuple):
   evaluate: Callable[[Params, Params, Batch], dict]
   score: Callable[[Params | None, Params, Batch], Scores]
   num_compiled: Callable[[], dict[str, int]]
+  programs: Mapping[str, Any]
 
 
 class Loss(Protocol):
@@ -88,6 +92,46 @@ def policy_loss(settings: PolicyLossConfig) -> Loss:
   return loss
 
 
+def preference_loss(settings: PreferenceLossConfig, max_segments: int) -> Loss:
+  """Return the loss of learning from preferences; see `losses_preference.preference_loss` for what a batch needs."""
+
+  def loss(params, batch, config, layout, *, unembed_grad):
+    logprobs_BT = heads.token_logprobs(_hidden(params, batch, config, layout), transformer.unembedding(params, config), batch.targets_BT,
+                                       batch.loss_weight_BT != 0, softcap=config.final_softcap, unembed_grad=unembed_grad)
+    total, metrics = losses_preference.preference_loss(logprobs_BT, batch, settings, max_segments)
+    return total, {'train/loss': Sum(total), **_counts(batch), **metrics}
+
+  return loss
+
+
+def reward_loss(settings: RewardLossConfig, dimensions: Mapping[str, float], max_segments: int) -> Loss:
+  """Return the loss of a reward model with one score for each dimension; see `losses_reward.reward_loss` for what a batch needs."""
+
+  def loss(params, batch, config, layout, *, unembed_grad):
+    del unembed_grad  # The output head has no part in it.
+    total, metrics = losses_reward.reward_loss(scalar_scores(params, batch, config, layout), batch, settings, dimensions, max_segments)
+    return total, {'train/loss': Sum(total), **_counts(batch), **metrics}
+
+  return loss
+
+
+def value_loss(settings: ValueLossConfig) -> Loss:
+  """Return the loss of a critic with one score; see `losses_reward.value_loss_BT` for what a batch needs."""
+
+  def loss(params, batch, config, layout, *, unembed_grad):
+    del unembed_grad
+    loss_BT, metrics = losses_reward.value_loss_BT(scalar_scores(params, batch, config, layout)[0], batch, settings)
+    total = jnp.sum(loss_BT * batch.loss_weight_BT)
+    return total, {'train/loss': Sum(total), **_counts(batch), **metrics}
+
+  return loss
+
+
+def scalar_scores(params: Params, batch: Batch, config: ModelConfig, layout: Layout) -> tuple[jax.Array, ...]:
+  """Return the numbers of the tree's scalar head, one scores_BT for each, at every token; 0 at padding."""
+  return scalar_head.scores(_hidden(params, batch, config, layout), params[scalar_head.SCALAR_HEAD], batch.segment_ids_BT != 0, layout)
+
+
 def _hidden(params: Params, batch: Batch, config: ModelConfig, layout: Layout) -> jax.Array:
   return transformer.forward(params, batch.tokens_BT, batch.positions_BT, batch.segment_ids_BT, config, layout)[0]
 
@@ -111,7 +155,7 @@ def build(config: ModelConfig, layout: Layout, mesh: Mesh, optimizer: optax.Grad
   Raises:
     ValueError: the layout asks for something this model or platform cannot do.
   """
-  transformer.check(config, layout)
+  transformer.check(config, layout, mesh)
 
   def loss_of(trainable, frozen, batch):
     return loss(params_lib.combine(trainable, frozen), batch, config, layout, unembed_grad=full)
@@ -186,7 +230,7 @@ def build(config: ModelConfig, layout: Layout, mesh: Mesh, optimizer: optax.Grad
   def num_compiled():
     return {name: programs[name]._cache_size() for name in ('gradient', 'apply_to_params', 'apply_to_moments', 'score', 'score_base')}
 
-  return Learner(calls['init'], calls['gradient'], calls['accumulate'], apply, update, calls['evaluate'], score, num_compiled)
+  return Learner(calls['init'], calls['gradient'], calls['accumulate'], apply, update, calls['evaluate'], score, num_compiled, programs)
 
 
 def _without_adapters(frozen: Params) -> Params:

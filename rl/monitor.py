@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 import contextlib
+import dataclasses
 import functools
 import json
 import math
@@ -184,6 +185,7 @@ class Monitor:
 def trajectory_record(step: int, kind: str, trajectory: Trajectory, advantage: float | None = None, dropped: str = '') -> dict[str, Any]:
   """Return what is kept of an episode, as JSON values; `dropped` is why it was not trained on."""
   sampled = trajectory.loss_mask_T
+  evidence = {} if trajectory.evidence is None else {'evidence': dataclasses.asdict(trajectory.evidence)}
   return {
       'step': step, 'kind': kind, 'problem_id': trajectory.problem_id, 'domain': trajectory.domain, 'level': trajectory.level,
       'group': trajectory.group, 'sample': trajectory.sample, 'reward': trajectory.reward, 'advantage': advantage,
@@ -193,7 +195,7 @@ def trajectory_record(step: int, kind: str, trajectory: Trajectory, advantage: f
       'mean_logprob': float(trajectory.behavior_logprobs_T[sampled].mean()) if sampled.any() else None,
       'versions': sorted({int(version) for version in trajectory.versions_T[sampled]}),
       'timing_s': {name: round(seconds, 4) for name, seconds in trajectory.timing_s.items()},
-      'messages': list(trajectory.messages)}
+      **evidence, 'messages': list(trajectory.messages)}
 
 
 class TrajectoryLog:

@@ -14,8 +14,9 @@ from models import tokenizer as tokenizer_lib
 from models.config import ModelConfig
 from models.sharding import Layout
 from models.tokenizer import Tokenizer
-from rl import checkpoint, learner
+from rl import checkpoint, learner, phases
 from rl import config as config_lib
+from rl.phases import Phase
 from rl.run import CHECKPOINTS, LoraConfig, ModelSource, load_trainable
 from rl.types import Params
 
@@ -33,10 +34,19 @@ class Policy(NamedTuple):
 
 
 class _Run(NamedTuple):
-  """What a run of any stage was trained from."""
+  """What a run of any stage was trained from.
+
+  Attributes:
+    phase: of a supervised run, that of the checkpoint.
+  """
   model: ModelSource
   lora: LoraConfig
   seed: int
+  phase: Phase | None
+
+  def extend(self, config: ModelConfig) -> ModelConfig:
+    """Return the model's configuration as it was trained."""
+    return config if self.phase is None else self.phase.extend(config)
 
 
 def load(path: str | Path, mesh: Mesh, layout: Layout, dtype: str, step: int | None = None) -> Policy:
@@ -67,7 +77,7 @@ def load_params(path: str | Path, mesh: Mesh, layout: Layout, dtype: str, step: 
   if run is None:
     return hf_weights.load(path, mesh, layout, dtype)
   directory = Path(path) / CHECKPOINTS
-  config = weight_files.read_config(run.model.path)
+  config = run.extend(weight_files.read_config(run.model.path))
   layout = params_lib.replicate_indivisible(layout, mesh, config.num_kv_heads)
   if run.lora.rank == 0:
     params = checkpoint.read_params(directory, params_lib.abstract(transformer.declare(config), mesh, layout), step)
@@ -84,8 +94,9 @@ def _read_run(path: str | Path, step: int | None) -> _Run | None:
   directory = Path(path) / CHECKPOINTS
   if directory.is_dir():
     config = checkpoint.read_host(directory, step).config
+    step = checkpoint.committed_steps(directory)[-1] if step is None else step
     return _Run(config_lib.build(ModelSource, config['model'], 'config.model'), config_lib.build(LoraConfig, config['lora'], 'config.lora'),
-                config['seed'])
+                config['seed'], phases.at(phases.of_run(config), step) if config['stage'] == 'supervised' else None)
   if step is not None:
     raise ValueError(f'step={step} was asked of {path}, which has no {CHECKPOINTS} directory; leave it out for a pretrained model.')
   return None

@@ -84,6 +84,7 @@ class LayoutConfig:
   scan: bool = True
   compute_dtype: Literal['float32', 'bfloat16', 'float16'] = 'bfloat16'
   order: str = 'auto'
+  mlp_chunk: int | None = None
 
 
 def lay_out(settings: LayoutConfig, model: ModelConfig, mesh: Mesh) -> Layout:

@@ -31,7 +31,7 @@ import numpy as np
 
 from envs.core import Domain
 from envs.tool_env import ToolEnv
-from models import chat, sharding, transformer, weight_files
+from models import chat, decode, sharding, transformer, weight_files
 from models import params as params_lib
 from models import tokenizer as tokenizer_lib
 from models.config import ModelConfig
@@ -136,7 +136,7 @@ class Sampler:
     self._config, self._setup = config, setup
     rollout = config.rollout
     make_env = make_env or (lambda domain: ToolEnv(domain, describe_tools=rollout.describe_tools))
-    layout = dataclasses.replace(sharding.ROLLOUT, compute_dtype=config.layout.compute_dtype)
+    layout = decode.rollout_layout(setup.layout, setup.mesh)
     params = params_lib.combine(trainable, setup.frozen)
     self.engine = Engine(params, setup.model, layout, setup.mesh, num_slots=rollout.slots, max_length=rollout.max_length,
                          steps_per_launch=rollout.steps_per_launch, prefill_chunk=rollout.prefill_chunk, version=version)

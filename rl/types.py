@@ -10,11 +10,11 @@ from flax import struct
 import jax
 import numpy as np
 
-from envs.core import Message, Outcome
+from envs.core import Evidence, Message, Outcome
 
 Params = Mapping[str, Any]
 # What a `Document` may say of each of its tokens; each is the field of `Batch` with _BT behind its name.
-PER_TOKEN = ('advantages', 'behavior_logprobs', 'old_logprobs', 'reference_logprobs')
+PER_TOKEN = ('advantages', 'behavior_logprobs', 'old_logprobs', 'reference_logprobs', 'values', 'returns')
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class Trajectory:
     timing_s: phase -> seconds.
     messages: the conversation for people and logs.
     reason: the verifier's, or what failed.
+    evidence: the problem's.
   """
   tokens_T: np.ndarray
   loss_mask_T: np.ndarray
@@ -83,6 +84,7 @@ class Trajectory:
   timing_s: Mapping[str, float] = field(default_factory=dict)
   messages: tuple[Message, ...] = ()
   reason: str = ''
+  evidence: Evidence | None = None
 
   def __post_init__(self):
     _check_arrays(self.source, self.tokens_T, loss_mask_T=(self.loss_mask_T, np.bool_),
@@ -136,7 +138,10 @@ class Batch:
 
   What only some losses need is None elsewhere, never zeros. Such a value stands, like the weight, at the place that predicts its token, and
   is 0 where the weight is 0. A logprob says whose it is: `behavior` sampled the token, `old` is the policy before this batch as the learner
-  computes it, `reference` is what the policy is held close to.
+  computes it, `reference` is what the policy is held close to. `values` are the critic's before this batch, `returns` what they should be.
+
+  `preferences` has one array for each dimension of quality, constant over a text: by how much a pair's chosen text is better than its
+  rejected one (in both of them), or by its sign whether a single text is desirable. `reference_point` is one number for the whole step.
   """
   tokens_BT: jax.Array
   targets_BT: jax.Array
@@ -147,6 +152,10 @@ class Batch:
   behavior_logprobs_BT: jax.Array | None = None
   old_logprobs_BT: jax.Array | None = None
   reference_logprobs_BT: jax.Array | None = None
+  values_BT: jax.Array | None = None
+  returns_BT: jax.Array | None = None
+  preferences: tuple[jax.Array, ...] | None = None
+  reference_point: jax.Array | None = None
 
 
 @struct.dataclass

@@ -9,7 +9,5 @@ os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 from models import startup  # noqa: E402, I001  (sets XLA's flags; must precede jax)
 import jax  # noqa: E402
 
-jax.config.update('jax_num_cpu_devices', 8)
+startup.use_cpu_devices(8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
-
-del startup

@@ -1,5 +1,7 @@
 """Toy domains that a tiny byte-level model can learn within seconds."""
 
+import string
+
 import numpy as np
 
 from envs.core import Domain, Generated, Reason, Task, ToolError, Verdict
@@ -25,6 +27,16 @@ def one_token() -> Domain:
     return Task(f'{number}?', list('abcdefghijklm'), ({'role': 'assistant', 'content': 'a'},), str(number))
 
   return Domain('toy/one_token', 1, Generated('toy/one_token', 1, make, 1, 0.5), Exact(), chance=1.0)
+
+
+def after_a_long_text() -> Domain:
+  """A reply of one printable character is right; 300 letters come before."""
+
+  def make(rng: np.random.Generator, level: int) -> Task:
+    text = ''.join(rng.choice(list(LETTERS), 300))
+    return Task(f'{text}?', list(string.printable), ({'role': 'assistant', 'content': 'a'},), text)
+
+  return Domain('toy/after_a_long_text', 1, Generated('toy/after_a_long_text', 1, make, 1, 0.5), Exact(), chance=1.0)
 
 
 class Look:

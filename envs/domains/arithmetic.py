@@ -48,7 +48,7 @@ def rationals() -> Domain:
 
 def with_python() -> Domain:
   """Make the domain of calculations told in words, too large for the head, with the python tool; the level is the number of operations."""
-  return Domain('arithmetic/python', 1, Generated('arithmetic/python', 1, _told_task, 5), NumberVerifier(), make_tools=_python_tools,
+  return Domain('arithmetic/python', 2, Generated('arithmetic/python', 1, _told_task, 5), NumberVerifier(), make_tools=_python_tools,
                 max_turns=3, chance=0.02, needs_sandbox=True)
 
 
@@ -138,13 +138,10 @@ def _expression_task(rng: np.random.Generator, tree: _Tree, asks: Sequence[str])
 def _told_task(rng: np.random.Generator, level: int) -> Task:
   value = int(rng.integers(_LEAST, _MOST + 1))
   start, code, phrases, canonical = str(rng.choice(_STARTS)).format(value), str(value), [], [str(value)]
-  is_sum = False
   for _ in range(level):
     operator, number = _step(rng, value)
-    if is_sum and operator in ('*', '//'):
-      code = f'({code})'
-    is_sum = operator in ('+', '-')
-    code += f' {operator} {number}'
+    # Brackets even where they change nothing: what is shown is then one rule, and none has to be found out by sampling.
+    code = f'({code}) {operator} {number}' if phrases else f'{code} {operator} {number}'
     phrases.append(str(rng.choice(_STEPS[operator])).format(number))
     canonical.append(f'{operator} {number}')
     value = {'+': value + number, '-': value - number, '*': value * number, '//': value // number}[operator]

@@ -31,7 +31,7 @@ class Step:
   """What one optimizer step learns from.
 
   Attributes:
-    batches: this host's rows of each micro-batch, numpy.
+    batches: this host's rows of each micro-batch, or its share of them, numpy.
     documents: position after the step: examples of the stream consumed since its start.
     sources: of the documents in the step, over all hosts, in order.
     num_tokens: tokens in the rows of all hosts, without padding.
@@ -76,6 +76,7 @@ class Loader:
       length: int,
       micro_batches: int = 1,
       host_rows: slice | None = None,
+      share: batching.Share | None = None,
       position: int = 0,
       overlong: Overlong = 'error',
       aggregation: batching.Aggregation = 'token_mean',
@@ -90,6 +91,7 @@ class Loader:
       length: tokens of a row.
       micro_batches: micro-batches of a step.
       host_rows: rows of a micro-batch that this host lays out (see `batching.host_rows`); None is all.
+      share: columns of a row that this host lays out (see `batching.Place.share`); None is all.
       position: where to start.
       overlong: what happens to a document longer than a row: `error`, `truncate` (keep its beginning), or `drop`. Truncated documents
         without a token left to learn are dropped too.
@@ -115,6 +117,7 @@ class Loader:
     self._length = length
     self._micro_batches = micro_batches
     self._host_rows = host_rows
+    self._share = share
     self._overlong = overlong
     self._aggregation = aggregation
     self._prefetched = _Prefetch(self._steps(position), prefetch)
@@ -172,7 +175,8 @@ class Loader:
         for first_row in range(0, len(assignment), self._rows)]
     step = Step(
         batches=tuple(
-            batching.pack_rows(rows, self._length, denominator=denominator, aggregation=self._aggregation) for rows in mine),
+            batching.pack_rows(rows, self._length, denominator=denominator, aggregation=self._aggregation, share=self._share)
+            for rows in mine),
         documents=consumed[-1].index + 1,
         sources=tuple(document.source for document in documents),
         num_tokens=sum(len(document.tokens_T) for document in documents),

@@ -5,6 +5,7 @@
 | `chat` | `messages`: a list of {"role", "content"} | the same messages |
 | `qa` | `question`, `answer` | a user and an assistant message |
 | `text` | `text` | one assistant message: all of it is to be learned |
+| `tokens` | none: rows are documents of token files | where its tokens lie (see `token_files`) |
 
 A column may have another name than its field (`Schema.columns`); columns that no field reads are ignored, unknown keys inside a message
 are not, because dropping a tool call would change what is taught. Every error starts with the file and the 1-based row.
@@ -21,22 +22,34 @@ import json
 from typing import Any
 
 ROLES = ('system', 'user', 'assistant', 'tool')
-FIELDS = {'chat': ('messages',), 'qa': ('question', 'answer'), 'text': ('text',)}
+FIELDS = {'chat': ('messages',), 'qa': ('question', 'answer'), 'text': ('text',), 'tokens': ()}
 
 Message = Mapping[str, str]
 
 
 @dataclass(frozen=True)
+class TokenSpan:
+  """A document in a file of tokens: those from `start` to `stop` of the array at `path`, with a digest of them."""
+
+  path: str
+  start: int
+  stop: int
+  digest: str
+
+
+@dataclass(frozen=True)
 class Example:
-  """One conversation to learn from.
+  """One conversation or one document to learn from.
 
   Attributes:
-    messages: {'role', 'content'} each, at least one of them by the assistant.
+    messages: {'role', 'content'} each, at least one of them by the assistant; () for a document.
     source: task, file and 1-based row, for error messages.
+    tokens: where the tokens of a document lie.
   """
 
   messages: tuple[Message, ...]
   source: str
+  tokens: TokenSpan | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +87,8 @@ def parse(line: bytes, schema: Schema, source: str) -> Example:
     ValueError: the row is not what the schema says; the message starts with `source`.
   """
   row = _load(line, source)
+  if schema.kind == 'tokens':
+    return Example((), source, TokenSpan(**row))
   values = {field: _column(row, field, schema, source) for field in schema.columns}
   if schema.kind == 'chat':
     messages = _messages(values['messages'], schema.columns['messages'], source)
@@ -87,14 +102,22 @@ def parse(line: bytes, schema: Schema, source: str) -> Example:
 
 
 def canonical(example: Example) -> bytes:
-  """Return the example's messages as JSON bytes that do not depend on how the row was written; `restore` reads them back."""
+  """Return the example as JSON bytes that do not depend on how the row was written; `restore` reads them back."""
+  if example.tokens is not None:
+    return json.dumps(vars(example.tokens)).encode()
   messages = [{'role': message['role'], 'content': message['content']} for message in example.messages]
   return json.dumps(messages, ensure_ascii=False, separators=(',', ':')).encode()
 
 
 def restore(data: bytes, source: str) -> Example:
   """Return the example that `canonical` wrote."""
-  return Example(tuple(json.loads(data)), source)
+  value = json.loads(data)
+  return Example(tuple(value), source) if isinstance(value, list) else Example((), source, TokenSpan(**value))
+
+
+def content(example: Example) -> bytes:
+  """Return bytes that are equal for examples of equal content, wherever they lie."""
+  return canonical(example) if example.tokens is None else example.tokens.digest.encode()
 
 
 def uniform(data: bytes) -> float:

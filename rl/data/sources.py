@@ -31,7 +31,7 @@ import numpy as np
 from rl.data import records
 
 SPLITS = ('train', 'heldout')
-SUFFIXES = {'jsonl': ('.jsonl', '.jsonl.gz'), 'parquet': ('.parquet',)}
+SUFFIXES = {'jsonl': ('.jsonl', '.jsonl.gz'), 'parquet': ('.parquet',), 'npy': ('.tokens.npy',)}
 BATCH_ROWS = 256  # rows handed over at once: enough that Python and TensorFlow meet rarely, few enough that the first row comes at once
 
 _TF_LOG_LINE = re.compile(rb'WARNING: All log messages before absl|[IWE]\d{4} |\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IWE] ')
@@ -136,9 +136,9 @@ def scan(reader: Reader, schema: records.Schema, name: str, *, heldout_fraction:
       starts.append(len(is_heldout))
     for line in lines:
       source = f'{name}:{path} row {len(is_heldout) - starts[-1] + 1}'
-      example = records.canonical(records.parse(line, schema, source))
-      digest.update(example)
-      is_heldout.append(records.uniform(example) < heldout_fraction)
+      content = records.content(records.parse(line, schema, source))
+      digest.update(content)
+      is_heldout.append(records.uniform(content) < heldout_fraction)
       found[SPLITS[is_heldout[-1]]] += 1
     if limit is not None and min(found.values()) >= limit:
       break
@@ -203,8 +203,9 @@ def _source_class() -> type:
 class FileReader:
   """Reads local files one after the other; a file that changes after it was opened here is an error, not other data."""
 
-  def __init__(self, paths: Sequence[str], read: Callable[[str], Iterator[list[bytes]]]):
-    self.version = {path: _file_version(path) for path in paths}
+  def __init__(self, paths: Sequence[str], read: Callable[[str], Iterator[list[bytes]]], version: Callable[[str], list[int]] | None = None):
+    self._file_version = file_version if version is None else version
+    self.version = {path: self._file_version(path) for path in paths}
     self.failures: list[Exception] = []
     self._read = read
 
@@ -213,7 +214,7 @@ class FileReader:
     for path, version in self.version.items():
       is_empty = True
       for rows in self._read(path):
-        if _file_version(path) != version:
+        if self._file_version(path) != version:
           raise RuntimeError(f'{path} has changed since it was checked, so the order of its rows is undefined; restart the program.')
         is_empty = False
         yield path, rows
@@ -239,7 +240,7 @@ class TfdsReader:
 
   def __init__(self, directories: Sequence[str], split: str, schema: records.Schema):
     seqio, _ = import_seqio()
-    self.version = {directory: _file_version(os.path.join(directory, 'dataset_info.json')) for directory in directories}
+    self.version = {directory: file_version(os.path.join(directory, 'dataset_info.json')) for directory in directories}
     self.failures: list[Exception] = []
     self._columns = list(schema.columns.values())
     self._sources = {}
@@ -379,7 +380,8 @@ def _check_columns(path: str, schema: records.Schema, names: Sequence[str]) -> N
           f'Choose another schema, or name the column with fields={{{field!r}: ...}}.')
 
 
-def _file_version(path: str) -> list[int]:
+def file_version(path: str) -> list[int]:
+  """Return what changes when the file does."""
   status = os.stat(path)
   return [status.st_size, status.st_mtime_ns]
 

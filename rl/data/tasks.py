@@ -23,9 +23,9 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from rl.data import records, sources
+from rl.data import records, sources, token_files
 
-Source = Literal['jsonl', 'parquet', 'tfds']
+Source = Literal['jsonl', 'parquet', 'tfds', 'npy']
 
 _NAME = re.compile(r'[A-Za-z0-9_.]+')
 
@@ -36,8 +36,8 @@ class TaskConfig:
 
   Attributes:
     paths: files or globs; for `tfds` the directories of prepared datasets, such as '.../gsm8k/1.0.0'.
-    source: format of the files: `jsonl` (.jsonl, .jsonl.gz), `parquet` or `tfds`.
-    schema: what a row is: `chat`, `qa` or `text` (see `records`).
+    source: format of the files: `jsonl` (.jsonl, .jsonl.gz), `parquet`, `tfds`, or `npy` (tokenized documents, see `token_files`).
+    schema: what a row is: `chat`, `qa` or `text` (see `records`), and `tokens` for the source `npy`.
     fields: the column of a schema's field where it has another name, such as {'question': 'prompt'}.
     tfds_split: which split of the TFDS dataset is read, such as 'train' or 'train[:10%]'; not a word about training.
     heldout_fraction: share of the distinct examples, chosen by their content, that is 'heldout'; the rest is 'train'.
@@ -66,6 +66,9 @@ class TaskConfig:
     if self.shuffle_window < 1:
       raise ValueError(f'shuffle_window={self.shuffle_window} must be at least 1 row.')
     records.schema(self.schema, self.fields)
+    if (self.source == 'npy') != (self.schema == 'tokens'):
+      raise ValueError(f"source={self.source!r} with schema={self.schema!r}; tokenized documents have source='npy' and schema='tokens', "
+                       'and nothing else has.')
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,15 @@ def fingerprint(mixture: Any) -> str:
   return hashlib.sha256(''.join(sorted(task.source.index.fingerprint for task in mixture.tasks)).encode()).hexdigest()
 
 
+def check_vocabulary(mixture: Any, size: int) -> None:
+  """Raise ValueError if a tokenized document has an id that a vocabulary of `size` does not."""
+  for task in mixture.tasks:
+    reader = task.source.reader
+    if isinstance(reader, token_files.TokenReader) and reader.largest_token >= size:
+      raise ValueError(f'{task.name.split(":")[0]}: the files {", ".join(reader.version)} hold token {reader.largest_token}, but the model has '
+                       f'only {size}; tokenize them with its own tokenizer.')
+
+
 def examples(
     mixture: Any, *, seed: int, position: int = 0, split: str = 'train', num_epochs: int | None = None, shuffle: bool = True,
 ) -> Iterator[records.Example]:
@@ -201,6 +213,8 @@ def _reader(config: TaskConfig, schema: records.Schema) -> sources.Reader:
   if config.source == 'tfds':
     return sources.TfdsReader(sources.find_directories(config.paths), config.tfds_split, schema)
   files = sources.find_files(config.paths, sources.SUFFIXES[config.source])
+  if config.source == 'npy':
+    return token_files.TokenReader(files)
   if config.source == 'parquet':
     return sources.FileReader(files, lambda path: sources.read_parquet(path, schema))
   return sources.FileReader(files, sources.read_jsonl)

@@ -38,6 +38,17 @@ def proportion(successes: int, trials: int) -> Estimate:
   return Estimate(rate, max(center - half, 0.0), min(center + half, 1.0))
 
 
+class Rate(NamedTuple):
+  """Pass@1: problems solved, of those graded."""
+  solved: int
+  graded: int
+
+  @property
+  def estimate(self) -> Estimate:
+    """Return the rate with its interval; ValueError if nothing was graded."""
+    return proportion(self.solved, self.graded)
+
+
 def paired_difference(gained: int, lost: int, pairs: int) -> Estimate:
   """Estimate the difference of two success rates over the same trials, with the adjusted interval of Bonett and Price (JEBS 37(4), 2012).
 

@@ -24,7 +24,7 @@ import jax
 from jax.sharding import Mesh
 import numpy as np
 
-from models import decode
+from models import decode, kv_cache
 from models import params as params_lib
 from models import sampling as sampling_lib
 from models.config import ModelConfig
@@ -113,9 +113,9 @@ class Engine:
                prefill_chunk: int = 256, version: int = 0):
     """Prepare the parameters and allocate the cache.
 
-    `params` is the tree as trained, adapters included, in any layout on `mesh`; `layout` is `sharding.ROLLOUT` with the dtype to compute
-    in. The engine looks at what has finished after every `steps_per_launch` decoding steps, and computes `prefill_chunk` tokens of prompts
-    at once, which bounds the memory that they take.
+    `params` is the tree as trained, adapters included, in any layout on `mesh`; `layout` is that of decoding (`decode.rollout_layout`). The
+    engine looks at what has finished after every `steps_per_launch` decoding steps, and computes `prefill_chunk` tokens of prompts at once,
+    rounded up to divide over the devices that share a row, which bounds the memory that they take.
 
     Raises:
       ValueError: a size that is not positive, `max_length` beyond the model's, or a layout that cannot decode on this mesh.
@@ -132,8 +132,8 @@ class Engine:
     decode.check(config, self._layout, mesh)
     self.num_slots = decode.num_rows(num_slots, self._layout, mesh)
     self.max_length = max_length
-    self._steps_per_launch, self._prefill_chunk = steps_per_launch, prefill_chunk
-    self._num_shards = decode.num_shards(self._layout, mesh)
+    self._num_shards, self._num_sharing = decode.num_shards(self._layout, mesh), kv_cache.num_shards(self._layout, mesh)
+    self._steps_per_launch, self._prefill_chunk = steps_per_launch, self._dealt(prefill_chunk)
     self.update(decode.decode_params(params, config, self._layout, mesh), version)
     self._state = decode.empty_state(config, self._layout, mesh, self.num_slots, max_length)
     self._queue: deque[Request] = deque()
@@ -294,7 +294,11 @@ class Engine:
     chunk = self._prefill_chunk
     if length > chunk:
       return -(-length // chunk) * chunk
-    return min(max(_SHORTEST_PREFILL, 1 << (length - 1).bit_length()), chunk)
+    return min(self._dealt(max(_SHORTEST_PREFILL, 1 << (length - 1).bit_length())), chunk)
+
+  def _dealt(self, num_tokens: int) -> int:
+    """Round up to what divides over the devices that share the cache of a row."""
+    return -(-num_tokens // self._num_sharing) * self._num_sharing
 
   def _prefill(self, prompts: Sequence[Sequence[int]], num_rows: int, length: int) -> None:
     """Compute prompts, each given by the slots that share it, and put them into their slots."""

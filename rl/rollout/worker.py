@@ -327,7 +327,7 @@ class Worker:
         num_tool_errors=info.get('num_tool_errors', 0), problem_id=problem.id, domain=problem.domain, level=problem.level,
         group=group.assignment.ordinal, sample=episode.sample,
         timing_s={'total': time.monotonic() - episode.start_s, 'environment': episode.environment_s},
-        messages=tuple(episode.messages), reason=detail or str(info.get('reason', '')))
+        messages=tuple(episode.messages), reason=detail or str(info.get('reason', '')), evidence=problem.evidence)
 
   def _leave(self, episode: _Episode) -> None:
     if episode.in_engine:

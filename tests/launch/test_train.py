@@ -154,7 +154,7 @@ def test_lora_runs_and_loads_merged(files):
 BAD = [
     (['--config.data.rowz=3'], 'launch: --config.data.rowz=3 does not fit the config'),
     (['--config.data.rows=3'], 'rows=3 of a batch do not divide over the 2 shards'),
-    (['--config.mesh.data=3'], 'mesh data=3 x fsdp=-1 x seq=1 x tensor=1 does not match the 2 devices'),
+    (['--config.mesh.data=3'], 'mesh data=3 x fsdp=-1 x seq=1 x ulysses=1 x tensor=1 does not match the 2 devices'),
     (['--config.model.path=/nowhere/model'], '/nowhere/model'),
     (['--config.model.chat_template=alpaca'], "chat_template='alpaca' is unknown; use one of plain"),
     (['--config.layout.attention=cudnn'], "layout.attention='cudnn' does not run on cpu"),

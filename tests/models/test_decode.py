@@ -279,8 +279,9 @@ def test_layouts_that_cannot_decode():
   mesh = sharding.make_mesh(seq=2, devices=jax.devices()[:2])
   with pytest.raises(ValueError) as error:
     decode.empty_state(tiny.config(), sharding.TRAIN, mesh, 2, 16)
-  assert "layout.rules split 'length' over ('seq',)" in str(error.value)
+  assert "layout.rules split 'length' over ('seq', 'ulysses')" in str(error.value)
   assert 'use sharding.ROLLOUT' in str(error.value)
+  assert 'sharding.LONG_ROLLOUT' in str(error.value)
   with pytest.raises(ValueError, match="parameter blocks/attention/k .*'kv_heads'"):
     decode.decode_params(None, tiny.config(num_kv_heads=1), LAYOUT, make_mesh('tensor'))
 

@@ -1,11 +1,13 @@
 """Rotary embedding: hand-derived angles, relative positions, and each scaling's own definition."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from models import rope
 from models.config import RopeConfig
+from tests import tiny
 
 
 def test_angles_by_hand():
@@ -13,6 +15,48 @@ def test_angles_by_hand():
   # Frequencies 100 ** -(0, 1/2) = 1, 0.1.
   np.testing.assert_allclose(sin[0], [[0, 0], [np.sin(2), np.sin(0.2)]], rtol=1e-6)
   np.testing.assert_allclose(cos[0], [[1, 1], [np.cos(2), np.cos(0.2)]], rtol=1e-6)
+
+
+SCALINGS = {
+    'none': RopeConfig(theta=1e4),
+    'million': RopeConfig(theta=2.8e9),
+    'linear': RopeConfig(theta=1e4, scaling='linear', factor=8),
+    'ntk': RopeConfig(theta=1e4, scaling='ntk', factor=32),
+    'yarn': RopeConfig(theta=1e6, scaling='yarn', factor=32, original_length=32_768, attention_factor=1.0),
+    'llama3': RopeConfig(theta=5e5, scaling='llama3', factor=8, original_length=8192),
+}
+
+
+@pytest.mark.parametrize('name', SCALINGS)
+def test_angles_are_exact_at_ten_million_tokens(name):
+  """A float32 product of position and frequency is off by 0.03 at 10^6; half-precision RoPE gives NaN (Megatron-DeepSpeed PR#399)."""
+  rng = np.random.default_rng(0)
+  edges = [0, 1, 2**16 - 1, 2**16, 2**20 - 1, 2**20, 2**24 - 1, 2**24]
+  positions = np.concatenate([rng.integers(0, 2**24, 20_000), edges]).astype(np.int32)
+  sin, cos = jax.jit(lambda positions_BT: rope.angles(positions_BT, SCALINGS[name], 128))(positions[None])
+  assert sin.dtype == cos.dtype == jnp.float32
+  turned = positions.astype(np.longdouble)[:, None] * rope.inverse_frequencies(SCALINGS[name], 128)[0]
+  np.testing.assert_allclose(sin[0], np.sin(turned).astype(np.float64), rtol=0, atol=1.5e-7)
+  np.testing.assert_allclose(cos[0], np.cos(turned).astype(np.float64), rtol=0, atol=1.5e-7)
+
+
+def test_global_and_local_layers_have_their_own_base():
+  config = tiny.config()
+  for kind, theta in (('global', 1e6), ('local', 1e4)):
+    sin, _ = rope.angles(jnp.array([[10**6]]), config.layer_rope(kind), 16)
+    np.testing.assert_allclose(sin[0, 0], np.sin(1e6 * theta ** -(np.arange(8) / 8)), rtol=0, atol=1.5e-7)
+
+
+def test_far_scores_depend_on_the_distance_only():
+  """At position 10^7 the score of two tokens is what it is at the start: the first token is where rounding was worst (arXiv:2411.13476)."""
+  rng = np.random.default_rng(1)
+  q, k = (jnp.asarray(rng.standard_normal((1, 1, 1, 64)), jnp.float32) for _ in range(2))
+
+  def score(query_position, key_position):
+    turned = [rope.rotate(x, *rope.angles(jnp.array([[p]]), RopeConfig(theta=5e7), 64)) for x, p in ((q, query_position), (k, key_position))]
+    return float(jnp.sum(turned[0] * turned[1]))
+
+  assert score(10_000_123, 10_000_000) == pytest.approx(score(123, 0), abs=2e-5)
 
 
 def test_scores_depend_on_the_distance_only():

@@ -1,11 +1,5 @@
-"""Packing by hand on tiny documents, sums of loss weights, and rows on a mesh."""
+"""Packing by hand on tiny documents, and sums of loss weights."""
 
-import socket
-import subprocess
-import sys
-
-import jax
-from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
@@ -301,10 +295,10 @@ def test_a_group_is_of_one_problem():
 def test_every_per_token_name_is_a_field_of_the_batch():
   values = {name: [0.0, index + 1.0] for index, name in enumerate(PER_TOKEN)}
   batch = batching.pack([document([1, 2], **values)], 1, 2, aggregation='token_sum')
-  assert [getattr(batch, f'{name}_BT')[0, 0] for name in PER_TOKEN] == [1, 2, 3, 4]
+  assert [getattr(batch, f'{name}_BT')[0, 0] for name in PER_TOKEN] == list(range(1, len(PER_TOKEN) + 1))
 
 
-# micro-batches and the mesh
+# micro-batches
 
 
 def test_micro_batches_are_the_rows_in_order():
@@ -320,81 +314,3 @@ def test_micro_batches_refuse_a_count_that_does_not_divide(count):
   batch = batching.pack(random_documents(1, 6, 6), 6, 6, aggregation='token_mean')
   with pytest.raises(ValueError, match=f'count={count} micro-batches do not divide the 6 rows'):
     batching.micro_batches(batch, count)
-
-
-def sharding(spec, **axes):
-  explicit = (jax.sharding.AxisType.Explicit,) * len(axes)
-  devices = jax.devices()[:int(np.prod(list(axes.values())))]
-  return NamedSharding(jax.make_mesh(tuple(axes.values()), tuple(axes), explicit, devices=devices), PartitionSpec(*spec))
-
-
-@pytest.mark.parametrize('spec, axes', [
-    ((), {'data': 2}),
-    (('data',), {'data': 2}),
-    ((('data', 'fsdp'), None), {'data': 2, 'fsdp': 2, 'tensor': 2}),
-    ((('data', 'fsdp'), 'seq'), {'data': 2, 'fsdp': 2, 'seq': 2}),
-])
-def test_to_global_keeps_values_and_takes_the_sharding(spec, axes):
-  batch = batching.pack(random_documents(2, 8, 6), 8, 6, aggregation='token_mean')
-  target = sharding(spec, **axes)
-  assert batching.host_rows(target, 8) == slice(0, 8)
-  for name, array in present(batching.to_global(batch, target)).items():
-    assert array.sharding == target
-    np.testing.assert_array_equal(np.asarray(array), getattr(batch, name))
-
-
-@pytest.mark.parametrize('call, message', [
-    (lambda batch: batching.to_global(batch, sharding((('data', 'fsdp'),), data=2, fsdp=4)), r"6 rows for the 8 row shards.*'data': 2"),
-    (lambda batch: batching.to_global(batch, sharding((None, 'seq'), seq=4)), r'length=6 does not divide over the 4 shards'),
-    (lambda batch: batching.host_rows(sharding(('data',), data=4), 6), r'rows=6 .* do not divide over the 4 shards'),
-    (lambda batch: batching.to_global(batch, sharding((None, None, 'data'), data=2)), r'has 3 dimensions, a batch has two'),
-])
-def test_what_does_not_divide_the_mesh_is_refused(call, message, monkeypatch):
-  batch = batching.pack(random_documents(1, 6, 6), 6, 6, aggregation='token_mean')
-  monkeypatch.setattr(jax, 'make_array_from_callback', lambda *_: pytest.fail('a device was used'))
-  with pytest.raises(ValueError, match=message):
-    call(batch)
-
-
-TWO_PROCESSES = """
-import sys
-import models
-import jax
-jax.config.update('jax_platforms', 'cpu')
-jax.config.update('jax_num_cpu_devices', 2)
-jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
-from jax.sharding import NamedSharding, PartitionSpec
-import numpy as np
-from rl import batching
-from rl.types import Batch
-whole = np.arange(4 * 6, dtype=np.int32).reshape(4, 6)
-devices = np.array(jax.devices()).reshape(2, 2)  # the first axis is the process
-rows_over_hosts = NamedSharding(jax.sharding.Mesh(devices, ('data', 'seq')), PartitionSpec('data', 'seq'))
-length_over_hosts = NamedSharding(jax.sharding.Mesh(devices.T, ('data', 'seq')), PartitionSpec('data', 'seq'))
-torn = NamedSharding(jax.sharding.Mesh(devices[[0, 1, 1, 0], [0, 0, 1, 1]], ('data',)), PartitionSpec('data'))
-for sharding, expected in ((rows_over_hosts, slice(2 * int(sys.argv[2]), 2 * int(sys.argv[2]) + 2)), (length_over_hosts, slice(0, 4))):
-  rows = batching.host_rows(sharding, 4)
-  if rows != expected:
-    sys.exit(f'{rows} instead of {expected}')
-  array = batching.to_global(Batch(*[whole[rows]] * 5), sharding).tokens_BT
-  for shard in array.addressable_shards:
-    np.testing.assert_array_equal(shard.data, whole[shard.index])
-try:
-  print(batching.host_rows(torn, 4))
-except ValueError as error:
-  print(error)
-"""
-
-
-def test_two_processes_hold_their_own_rows():
-  with socket.socket() as probe:
-    probe.bind(('127.0.0.1', 0))
-    address = f'127.0.0.1:{probe.getsockname()[1]}'
-  pipe = subprocess.PIPE
-  processes = [
-      subprocess.Popen([sys.executable, '-c', TWO_PROCESSES, address, str(index)], stdout=pipe, stderr=pipe, text=True)
-      for index in range(2)]
-  outputs = [process.communicate(timeout=120) for process in processes]
-  assert [process.returncode for process in processes] == [0, 0], outputs
-  assert 'gives process 0 the row shards [0, 3], which have gaps' in outputs[0][0]
-  assert outputs[1][0].strip() == 'slice(1, 3, None)'

@@ -94,8 +94,16 @@ def test_domains_by_name():
                          ({'nosuch:make': DomainConfig()}, "No module named 'nosuch'"),
                          ({'tests/toys:nosuch': DomainConfig()}, "no attribute 'nosuch'"),
                          ({'word_problems/gsm8k': DomainConfig()}, 'needs the path of its data file'),
+                         ({'word_problems/generated': DomainConfig(options={'steps': 3})}, "unexpected keyword argument 'steps'; it takes none"),
+                         ({'longcontext/hops': DomainConfig(options={'num_words': 9})}, 'num_words=9 is too short for hops=3'),
                          ({'word_problems/generated': DomainConfig(levels=(9,))}, 'level 9 is not one of 1 to 5')):
     with pytest.raises(ValueError, match=message.replace('(', r'\(')):
       make_domains(wrong)
   with pytest.raises(ValueError, match='weight=0 must be positive'):
     DomainConfig(weight=0)
+
+
+def test_options_reach_the_domain():
+  domains, configs = make_domains({'longcontext/multikey': DomainConfig(options={'num_words': [50, 90], 'depth': [1, 1]})})
+  lengths = [problem.evidence for problem in heldout_problems(domains, configs, 2)]
+  assert [(one.num_words, one.positions) for one in lengths] == [(50, (1.0,)), (90, (1.0,))]

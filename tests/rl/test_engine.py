@@ -114,6 +114,17 @@ def test_devices_change_nothing(reference):
   check_equal(run(engine, make_requests()), reference, atol=1e-4)
 
 
+def test_a_cache_split_over_devices_changes_nothing(reference, monkeypatch):
+  """Prompts of up to 30 tokens where a device keeps 12 of a row; chunks of 10 become 12, which four devices share equally."""
+  mesh = make_mesh(data=2, seq=2, ulysses=2)
+  engine = make_engine(num_slots=3, mesh=mesh, layout=decode.rollout_layout(sharding.TRAIN, mesh), params=make_params(mesh, sharding.TRAIN),
+                       prefill_chunk=10)
+  shapes = record_prefills(monkeypatch)
+  assert engine.num_slots == 4
+  check_equal(run(engine, make_requests()), reference, atol=1e-4)
+  assert {length for _, length in shapes} == {12, 24, 36}
+
+
 def test_stop_ids_end_a_completion(engine):
   free = run(engine, make_requests(), stop_ids=())
   assert all(completion.stop == 'length' for completion in free.values())
@@ -306,7 +317,7 @@ def test_a_bad_stop_id_is_refused(engine):
     ({'num_slots': 0}, 'engine.num_slots=0 must be at least 1.'),
     ({'steps_per_launch': 0}, 'engine.steps_per_launch=0 must be at least 1.'),
     ({'max_length': 129}, 'engine.max_length=129 is beyond the 128 tokens that the model was trained for'),
-    ({'mesh': 'seq', 'layout': sharding.TRAIN}, "layout.rules split 'length' over ('seq',)"),
+    ({'mesh': 'seq', 'layout': sharding.TRAIN}, "layout.rules split 'length' over ('seq', 'ulysses')"),
 ])
 def test_engines_that_cannot_be(options, message):
   if 'mesh' in options:

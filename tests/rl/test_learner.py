@@ -28,6 +28,7 @@ LONG_MESHES = {
     'seq4_zigzag': {'seq': 4, 'order': 'zigzag'},
     'seq8_zigzag': {'seq': 8, 'order': 'zigzag'},
     'ulysses2': {'ulysses': 2},
+    'seq4_ulysses2': {'seq': 4, 'ulysses': 2, 'order': 'zigzag'},
     'fsdp2_seq2_ulysses2': {'fsdp': 2, 'seq': 2, 'ulysses': 2, 'order': 'zigzag'},
     'seq2_tensor2': {'seq': 2, 'tensor': 2, 'order': 'zigzag'},
 }

@@ -99,6 +99,27 @@ def test_gradient_is_the_same_however_a_step_is_split(loss, name, micro_batches,
     assert 0 < metrics['policy/pg_clipfrac'] < 1
 
 
+@pytest.mark.parametrize('length', [4096, pytest.param(65_536, marks=pytest.mark.slow)])
+def test_gradient_of_long_trajectories_does_not_depend_on_how_their_length_is_split(length):
+  """Conversations of many turns, longer than what one of 8 devices holds, and short ones packed behind one of them."""
+  rng, docs = np.random.default_rng(3), []
+  for size in (length - 7, length - 100, 90):
+    mask = np.repeat(rng.random(size // 10 + 1) < 0.4, 10)[:size]
+    values = {name: np.where(mask, rng.normal(center, 0.3, size), np.nan).astype(np.float32)
+              for name, center in (('old_logprobs', -4.5), ('behavior_logprobs', -4.5), ('reference_logprobs', -4.5))}
+    docs.append(Document(rng.integers(0, 96, size).astype(np.int32), mask,
+                         per_token={'advantages': np.full(size, rng.normal(), np.float32), **values}))
+  batch = batching.pack(docs, 2, length, aggregation='sequence_mean')
+  found = {}
+  for name in ('one', 'seq8_zigzag'):
+    _, _, learner, trainable, frozen = setting(name, policy=LOSSES['token'])
+    grads, metrics = learner.gradient(trainable, frozen, batching.to_global(batch, place(name)))
+    found[name] = jax.tree.map(np.asarray, grads), metrics_lib.compute(metrics)
+  check_equal(found['seq8_zigzag'][0], found['one'][0])
+  for key, value in found['one'][1].items():
+    assert found['seq8_zigzag'][1][key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
+
+
 def test_losses_and_aggregations_are_different_objectives():
   found = [expected(loss, aggregation)[0]['norm'] for loss in LOSSES for aggregation in AGGREGATIONS]
   for index, one in enumerate(found):

@@ -362,3 +362,24 @@ def test_a_mesh_trains_as_one_device_does(model, tmp_path, monkeypatch):
   one, four = steps_of(tmp_path / 'one')[1], steps_of(tmp_path / 'four')[1]
   assert four['train/grad_norm'] == pytest.approx(one['train/grad_norm'], rel=1e-4)
   assert four['mismatch/logprob_abs_diff'] < 1e-5
+
+
+def test_prompts_longer_than_a_device_holds_are_sampled_and_learned_from(model, tmp_path, monkeypatch):
+  """320 tokens over 8 devices, in the cache, in prefill and in the learner; the same run as on one device."""
+  rollout = dataclasses.replace(ROLLOUT, max_length=320, slots=16, prefill_chunk=64)
+  changes = {'domains': {'tests/toys:after_a_long_text': DomainConfig()}, 'num_steps': 2, 'groups': 2, 'group_size': 8, 'rows': 4,
+             'length': 320, 'rollout': rollout}
+  train_rl.run(make_config(model, **changes), tmp_path / 'one')
+  monkeypatch.undo()
+  train_rl.run(make_config(model, mesh=MeshConfig(fsdp=1, seq=4, ulysses=2), **changes), tmp_path / 'eight')
+  fields = ('problem_id', 'reward', 'advantage')
+  samples = samples_of(tmp_path / 'one', *fields)
+  assert samples_of(tmp_path / 'eight', *fields) == samples
+  assert len({reward for _, reward, _ in samples.values()}) > 1
+  for one, eight in zip(steps_of(tmp_path / 'one').values(), steps_of(tmp_path / 'eight').values(), strict=True):
+    assert one['train/grad_norm'] > 0
+    assert eight['train/grad_norm'] == pytest.approx(one['train/grad_norm'], rel=1e-4)
+    assert eight['mismatch/logprob_abs_diff'] < 1e-5
+  trained = [policy.load_params(tmp_path / name, sharding.make_mesh(devices=jax.devices()[:1]), sharding.TRAIN, 'float32')[1]
+             for name in ('one', 'eight')]
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *trained)

@@ -1,0 +1,186 @@
+"""The loop of an offline run: what every stage that learns from stored data shares, from the first step to a checkpoint that resumes.
+
+One step is: the stage's next data, its update, metrics one step late (so the loop never waits for the device to read them), then evaluation
+and checkpoint on their schedules. What decides a step is the config, the arrays, the optimizer step and the position in the data; all four
+are in every checkpoint, so a killed run continues as if nothing had happened. A `Stage` says what is learned from what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+import contextlib
+import logging
+from pathlib import Path
+import time
+from typing import Any, Protocol
+
+import jax
+from jax.sharding import Mesh
+
+from models import params as params_lib
+from models import transformer
+from models.config import ModelConfig
+from rl import checkpoint, monitor
+from rl import config as config_lib
+from rl import learner as learner_lib
+from rl import metrics as metrics_lib
+from rl import run as run_lib
+from rl.learner import Learner
+from rl.types import HostState, Params, TrainState
+
+_LOG = logging.getLogger(__name__)
+
+
+class Taken(Protocol):
+  """The data of a step.
+
+  Attributes:
+    documents: position in the data after it.
+    num_tokens: tokens of it, over all hosts.
+  """
+  documents: int
+  num_tokens: int
+
+
+class Stage(Protocol):
+  """What a run computes with, made once, and what a step of it is.
+
+  Attributes:
+    lineage: what the run is made from, for checkpoints.
+    shown: name -> metric, for the progress line.
+  """
+  model: ModelConfig
+  mesh: Mesh
+  learner: Learner
+  frozen: Params
+  lineage: Mapping[str, Any]
+  shown: Mapping[str, str]
+
+  def prepare(self, workdir: Path, trainable: Params) -> None:
+    """Compute what a run needs of the initial model, before its parameters change or are restored."""
+
+  def steps(self, position: int) -> Iterator[Taken]:
+    """Return the data of each step from a position on; a generator, which is closed at the end."""
+
+  def update(self, state: TrainState, taken: Any) -> tuple[TrainState, dict]:
+    """Take an optimizer step; returns (state, metrics)."""
+
+  def evaluate(self, trainable: Params) -> dict[str, float]:
+    """Return metrics of held-out data."""
+
+  def describe(self, taken: Any) -> dict[str, float]:
+    """Return what is reported of a step's data."""
+
+
+def run(config: Any, make_stage: Callable[[], tuple[Stage, Params]], workdir: str | Path, *, defaults: Any,
+        free_on_resume: Sequence[str], last_step: int | None = None, length: int | None = None) -> dict[str, float]:
+  """Train to `last_step` of `config.num_steps`, from the newest checkpoint in `workdir` if there is one; return the last evaluation (or {}).
+
+  Args:
+    config: a stage's record, with the fields that `train.TrainConfig` has beside its data.
+    make_stage: checks everything a run needs and returns it with the initial trainable parameters.
+    defaults: a record of the same kind, to say what differs from it.
+    free_on_resume: beginnings of the config's keys that a resumed run may change.
+    last_step: the last optimizer step of this call; None is `config.num_steps`.
+    length: tokens of a row; None is `config.data.length`.
+
+  Raises:
+    ValueError, FileNotFoundError: bad configuration, data or model; a checkpoint of another run.
+    RuntimeError: files that cannot be written, or `run_lib.MAX_SKIPPED_IN_A_ROW` steps without a finite gradient.
+  """
+  workdir = Path(workdir)
+  stage, trainable = make_stage()
+  resolved = config_lib.to_json(config)
+  with contextlib.ExitStack() as stack:
+    store = stack.enter_context(checkpoint.CheckpointStore(
+        workdir / run_lib.CHECKPOINTS, every_steps=config.checkpoint_every_steps, keep=config.checkpoints_kept))
+    host = HostState(0, config.seed, resolved, monitor.code_revision(), stage.lineage)
+    resumes = store.latest_step() is not None
+    if resumes:
+      run_lib.refuse_other_run(checkpoint.read_host(store.directory), host, workdir, free_on_resume)
+    stage.prepare(workdir, trainable)
+    state = stage.learner.init(trainable)
+    if resumes:
+      abstract = learner_lib.abstract_state(state)
+      del state, trainable  # Their memory is the restored state's.
+      state, restored = store.restore(abstract)
+      host = HostState(restored.documents, config.seed, resolved, host.revision, host.lineage)
+    first_step = int(state.step)
+    monitor.write_config(workdir, resolved, config_lib.difference(config, defaults))
+    board = stack.enter_context(monitor.Monitor(
+        workdir, total_steps=config.num_steps, start_step=first_step,
+        flops_per_token=transformer.num_flops_per_token(stage.model, length or config.data.length, 1.0 if config.lora.rank == 0 else 0.0),
+        peak_flops=monitor.measure_matmul_peak(config.layout.compute_dtype) * jax.process_count()))
+    stopping = stack.enter_context(run_lib.stop_signal())
+    steps = stack.enter_context(contextlib.closing(stage.steps(host.documents)))
+    _LOG.info('%s: %d parameters, %d trained; mesh %s; step %d of %d.', stage.model.family, params_lib.count(state.trainable) +
+              params_lib.count(stage.frozen), params_lib.count(state.trainable), dict(stage.mesh.shape), first_step, config.num_steps)
+    return _loop(config, last_step or config.num_steps, stage, state, host, steps, store, board, stopping)
+
+
+def _loop(config, last_step: int, stage: Stage, state, host: HostState, steps, store, board, stopping: Callable[[], bool]) -> dict[str, float]:
+  results, reporter = {}, _Reporter(stage, board, config.optimizer.learning_rate)
+  with reporter:
+    for step in range(int(state.step) + 1, last_step + 1):
+      taken = next(steps)
+      state, metrics = stage.update(state, taken)
+      reporter.add(step, taken, metrics)
+      host = HostState(taken.documents, host.seed, host.config, host.revision, host.lineage)
+      stop = stopping()
+      if step == last_step or stop or store.is_due(step):
+        reporter.flush()
+        store.save(step, state, host)
+      if config.eval_every_steps and (step % config.eval_every_steps == 0 or step == last_step):
+        reporter.flush()
+        with board.paused():
+          results = stage.evaluate(state.trainable)
+          board.write(step, results)
+        _LOG.info('step %d: %s', step, '  '.join(f'{name} {value:.4f}' for name, value in results.items()))
+      if stop and step < last_step:
+        _LOG.warning('Stopped by a signal after step %d; run the same command again to go on.', step)
+        break
+  return results
+
+
+class _Reporter:
+  """Write a step's metrics while the next step runs; a thread waits for the device, so the loop does not and completion times are exact."""
+
+  def __init__(self, stage: Stage, board: monitor.Monitor, learning_rate: float):
+    self._stage, self._board, self._learning_rate = stage, board, learning_rate
+    self._num_skipped = 0
+    self._pending = None
+    self._thread = ThreadPoolExecutor(1, 'metrics')
+
+  def add(self, step: int, taken: Taken, metrics: dict) -> None:
+    """Take a step's metrics and report the step before; raises as `flush`."""
+    self.flush()
+    self._pending = (step, taken, self._thread.submit(lambda: (metrics_lib.compute(metrics), time.perf_counter())))
+
+  def flush(self) -> None:
+    """Report what is pending.
+
+    Raises:
+      RuntimeError: too many steps in a row without a finite gradient, or files that cannot be written.
+    """
+    if self._pending is None:
+      return
+    (step, taken, future), self._pending = self._pending, None
+    values, finished_s = future.result()
+    notes = [f'{name} {values[key]:.4f}' for name, key in self._stage.shown.items() if key in values]
+    self._board.log_step(step, {**values, 'data/documents': taken.documents, **self._stage.describe(taken)}, taken.num_tokens, finished_s,
+                         notes)
+    self._num_skipped = self._num_skipped + 1 if values['train/skipped_steps'] else 0
+    if self._num_skipped >= run_lib.MAX_SKIPPED_IN_A_ROW:
+      raise RuntimeError(f'{self._num_skipped} steps in a row up to step {step} had a gradient that is not finite and were skipped; '
+                         f'lower optimizer.learning_rate={self._learning_rate} or look at the data of these steps.')
+
+  def __enter__(self) -> _Reporter:
+    return self
+
+  def __exit__(self, kind, *_) -> None:
+    try:
+      if kind is None:
+        self.flush()
+    finally:
+      self._thread.shutdown()
