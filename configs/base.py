@@ -58,12 +58,13 @@ def get_config() -> ml_collections.ConfigDict:
       },
       'mesh': {'data': 1, 'fsdp': -1, 'seq': 1, 'ulysses': 1, 'tensor': 1},  # devices along each axis; -1 is the rest
       'layout': {
-          'attention': 'auto',  # dense, blockwise, cudnn
+          'attention': 'auto',  # dense, blockwise, cudnn, pallas_tpu
           'remat': 'full',  # none, full, offload, or names to keep: query,key,value,attention,attention_lse,gate,up,offload
           'scan': True,  # layers under lax.scan; False unrolls them (faster on CPU, slower to compile)
           'compute_dtype': 'bfloat16',
           'order': 'auto',  # of tokens where a row is split over seq: contiguous, zigzag, striped
           'mlp_chunk': config_dict.placeholder(int),  # most tokens of a device that the MLP handles at once; None is no limit
+          'fsdp_splits': 'rows',  # of a batch: rows, or the length of rows where they are few and long; parameters always
       },
       'checkpoint_every_steps': 100,
       'checkpoints_kept': 2,

@@ -2,7 +2,7 @@ r"""Compile a training step for TPUs that are not there: does it fit, how fast c
 
     python -m launch.fit --config=configs/sft.py --model=gemma3-270m --topology=v5e:2x2 --config.data.length=8192
     python -m launch.fit --config=configs/grpo.py --model=llama3-8b --topology=v5p:8x8x8 --config.rows=1 --config.length=1048576 \
-        --fsdp_splits=length --meshes='fsdp=64 tensor=8, fsdp=64 ulysses=8' --output=fit.json
+        --config.layout.fsdp_splits=length --meshes='fsdp=64 tensor=8, fsdp=64 ulysses=8' --output=fit.json
 
 The config is that of `launch.train`; rows, length, mesh, layout, optimizer, loss and adapters are read from it, data and domains are not, and of
 the model only the shape. What is compiled are the learner's own programs. --meshes compares several meshes (or 'auto': those worth it).
@@ -13,10 +13,8 @@ Not counted: the sampler of reinforcement learning (its copy of the weights and 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
-import math
 from pathlib import Path
 
 from absl import flags
@@ -28,7 +26,7 @@ import launch
 from launch import fit_programs, fit_report, fit_topology
 from launch.fit_programs import Work
 from launch.fit_topology import Topology
-from models import token_order, weight_files
+from models import weight_files
 from models.config import ModelConfig
 from models.shapes import SHAPES
 from models.sharding import Layout
@@ -45,8 +43,6 @@ _MODEL = flags.DEFINE_string('model', '', f'Shape of the model: {", ".join(SHAPE
 _TOPOLOGY = flags.DEFINE_string('topology', None, f'TPUs to compile for: {fit_topology.EXAMPLES}, ...')
 _SLICES = flags.DEFINE_integer('slices', 1, 'Such topologies, joined by the data center network.')
 _MESHES = flags.DEFINE_list('meshes', [], "Meshes to compare, such as 'fsdp=64 tensor=8, fsdp=512', or 'auto'; config.mesh if left out.")
-_FSDP_SPLITS = flags.DEFINE_enum('fsdp_splits', 'rows', ['rows', 'length'], 'What of a batch the axis fsdp splits, which splits parameters '
-                                 'always: rows, or the length of rows where they are few and long.')
 _LEVEL = flags.DEFINE_enum('optimization', 'O1', ['O1', 'default'], 'How hard the compiler tries; O1 compiles 3 times faster, with about '
                            'the same memory (within 6 %, measured).')
 _OUTPUT = flags.DEFINE_string('output', '', 'JSON file to write.')
@@ -91,17 +87,6 @@ def read_shape(name: str) -> ModelConfig:
   return weight_files.read_config(name)
 
 
-def lay_out(settings: LayoutConfig, model: ModelConfig, mesh: Mesh, fsdp_splits: str) -> Layout:
-  """Return the layout as `run.lay_out`; with fsdp_splits='length' fsdp splits rows' length and not rows."""
-  layout = run_lib.lay_out(settings, model, mesh)
-  if fsdp_splits == 'rows':
-    return layout
-  changed = {'batch': ('data',), 'length': ('fsdp', 'seq', 'ulysses')}
-  layout = dataclasses.replace(layout, rules=tuple((name, changed.get(name, axes)) for name, axes in layout.rules))
-  num_shards = math.prod(mesh.shape[axis] for axis in layout.ring_axes)
-  return dataclasses.replace(layout, order=token_order.resolve(settings.order, model, num_shards))
-
-
 def choose_cases(config, work: Work, topology: Topology) -> list[tuple[Mesh, Layout]]:
   """Return the meshes asked for with their layouts, all checked before the first is compiled.
 
@@ -112,14 +97,14 @@ def choose_cases(config, work: Work, topology: Topology) -> list[tuple[Mesh, Lay
 
   def case(sizes):
     mesh = fit_topology.make_mesh(topology, sizes)
-    layout = lay_out(settings, work.model, mesh, _FSDP_SPLITS.value)
+    layout = run_lib.lay_out(settings, work.model, mesh)
     fit_programs.check(work, layout, mesh)
     return mesh, layout
 
   if _MESHES.value != ['auto']:
     return [case(sizes) for sizes in fit_topology.parse_meshes(_MESHES.value) or [config.mesh.to_dict()]]
   cases, refusal = [], f'rows={work.rows} do not divide over slices={topology.num_slices}'
-  for sizes in fit_topology.meshes(topology, work.model, rows=work.rows, fsdp_splits_length=_FSDP_SPLITS.value == 'length'):
+  for sizes in fit_topology.meshes(topology, work.model, rows=work.rows, fsdp_splits_length=settings.fsdp_splits == 'length'):
     try:
       cases.append(case(sizes))
     except ValueError as error:

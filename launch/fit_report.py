@@ -17,7 +17,7 @@ from launch import fit_hlo, fit_topology
 from launch.fit_hlo import Movement
 from launch.fit_programs import Program, TooLarge, Work
 from launch.fit_topology import GIB, Topology
-from models import transformer
+from models import sharding, transformer
 from models.config import ModelConfig
 
 _SENT_SHOWN = 1e6
@@ -105,7 +105,7 @@ def flops_per_token(model: ModelConfig, length: int, is_full: bool, remat: str) 
 
 def judge(work: Work, remat: str, topology: Topology, mesh: Mesh, results: Sequence[Program | TooLarge]) -> Fit:
   """Return the answer for the programs of one mesh."""
-  chip, shape = topology.chip, fit_topology.slice_shape(topology, mesh.shape)
+  chip, shape = topology.chip, sharding.within_slice(mesh.shape, topology.num_slices)
   programs = tuple(result for result in results if isinstance(result, Program))
   refused = next((result for result in results if isinstance(result, TooLarge)), None)
   movements = tuple(fit_hlo.movement(program.hlo, shape) for program in programs)

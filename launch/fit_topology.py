@@ -5,7 +5,7 @@ Deliberately absent: GPUs (their compiler wants a description of the card that o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 import importlib.util
 import math
@@ -14,11 +14,12 @@ import re
 from typing import Any
 
 import jax
-from jax.experimental import mesh_utils, topologies
-from jax.sharding import AxisType, Mesh
+from jax.experimental import topologies
+from jax.sharding import Mesh
 import numpy as np
 
 from launch.fit_hlo import BETWEEN_SLICES
+from models import sharding
 from models.config import ModelConfig
 from models.sharding import AXES
 
@@ -114,12 +115,12 @@ def _prepare_libtpu() -> None:
 
 
 def make_mesh(topology: Topology, sizes: dict[str, int]) -> Mesh:
-  """Arrange the devices so that the axes follow the links, slices as `slice_shape` says.
+  """Arrange the devices so that the axes follow the links, slices as `sharding.within_slice` says.
 
   One size may be -1 for "the rest", and an axis not named has size 1.
 
   Raises:
-    ValueError: sizes that do not multiply to the number of devices, cannot be laid along its links, or what `slice_shape` refuses.
+    ValueError: sizes that do not multiply to the number of devices, cannot be laid along its links, or what `within_slice` refuses.
   """
   count = len(topology.devices)
   sizes = dict.fromkeys(AXES, 1) | sizes
@@ -132,30 +133,10 @@ def make_mesh(topology: Topology, sizes: dict[str, int]) -> Mesh:
     sizes[free[0]] = count // known
   if math.prod(sizes.values()) != count:
     raise ValueError(f'mesh {shown} does not match the {count} devices of {topology}; the sizes must multiply to {count}.')
-  within = slice_shape(topology, sizes)
-  inner = tuple(within.values())
-  outer = tuple(size // part for size, part in zip(sizes.values(), inner))
   try:
-    if topology.num_slices > 1:
-      devices = mesh_utils.create_hybrid_device_mesh(inner, outer, topology.devices, allow_split_physical_axes=True)
-    else:
-      devices = mesh_utils.create_device_mesh(inner, topology.devices, allow_split_physical_axes=True)
-  except (NotImplementedError, TypeError, ValueError) as error:  # What JAX raises where it finds no way to lay axes along links.
-    raise ValueError(f'mesh {shown} cannot be laid along the links of {topology}; use powers of two, or sizes that divide its sides.') from error
-  return Mesh(devices, AXES, axis_types=(AxisType.Explicit,) * len(AXES))
-
-
-def slice_shape(topology: Topology, sizes: Mapping[str, int]) -> dict[str, int]:
-  """Return the sizes of a mesh within one slice: slices are told apart along the first axis that they divide.
-
-  Raises:
-    ValueError: they divide none.
-  """
-  axis = next((axis for axis, size in sizes.items() if size % topology.num_slices == 0), None)
-  if axis is None:
-    shown = ' x '.join(f'{name}={size}' for name, size in sizes.items())
-    raise ValueError(f'mesh {shown} has no axis that divides over slices={topology.num_slices}; make data or fsdp a multiple of it.')
-  return dict(sizes) | {axis: sizes[axis] // topology.num_slices}
+    return sharding.arrange(topology.devices, sizes)
+  except ValueError as error:
+    raise ValueError(f'{topology}: {error}') from error
 
 
 def bytes_per_s(topology: Topology, mesh: Mesh, axes: Iterable[str], *, is_permute: bool = False) -> float:

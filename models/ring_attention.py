@@ -133,7 +133,7 @@ def _forward(ring, q_BTNH, k_BSKH, v_BSKH, query_positions_BT, key_positions_BS,
   own = _own_keys(k_BSKH, v_BSKH, key_positions_BS, key_segments_BS)
   result, last = see(own), own
   for step, hops in ring.routes:
-    result, _, last = _around(ring, step, hops - 1, _send(ring, own, step, after=last), visit, result, ())
+    result, _, last = _around(ring, step, hops - 1, _send(ring, own, step, after=last[-1:]), visit, result, ())
   out_BTNH, lse_BTN = result
   if sinks_BTN is not None:
     out_BTNH, lse_BTN = merge(out_BTNH, lse_BTN, jnp.zeros_like(out_BTNH), sinks_BTN)
@@ -160,12 +160,12 @@ def _backward(ring, saved, dout_BTNH):
     return tuple(varying(jnp.zeros(x.shape, jnp.float32), q_BTNH) for x in arrays)
 
   own = _own_keys(k_BSKH, v_BSKH, key_positions_BS, key_segments_BS)
-  (dq_BTNH,), home, last = zeros(q_BTNH), zeros(k_BSKH, v_BSKH), delta_BTN
+  (dq_BTNH,), home, last = zeros(q_BTNH), zeros(k_BSKH, v_BSKH), (delta_BTN,)
   for step, hops in ring.routes:
     # Keys first go where forward had them last, and from there come home hop by hop, followed by what was found for them on the way.
-    farthest = _send(ring, own, step * hops, after=last)
+    farthest = _send(ring, own, step * hops, after=last[-1:])
     dq_BTNH, sums, _ = _around(ring, -step, hops - 1, farthest, visit, dq_BTNH, zeros(k_BSKH, v_BSKH))
-    last = _send(ring, sums, -step, after=sums)
+    last = _send(ring, sums, -step, after=sums[-1:])
     home = tuple(x + more for x, more in zip(home, last, strict=True))
   dq_BTNH, (dk_BSKH, dv_BSKH) = visit(own, dq_BTNH, home)
   dsinks_BTN = None if sinks_BTN is None else -jnp.exp(sinks_BTN - lse_BTN) * delta_BTN
@@ -191,45 +191,39 @@ def _around(ring, step, hops, keys, visit, carry, followers):
 
   def hop(state):
     count, keys, carry, followers = state
-    following, arrived = _send(ring, (keys, followers), step)
+    following, arrived = _send(ring, (keys, followers), step, after=(keys[-1], *followers[-1:]))
     return count + 1, following, *visit(keys, carry, arrived)
 
   if hops:
     _, keys, carry, followers = lax.while_loop(lambda state: state[0] < hops, hop, (0, keys, carry, followers))
-    followers = _send(ring, followers, step, after=keys)
+    followers = _send(ring, followers, step, after=(keys[-1], *followers[-1:]))
   return *visit(keys, carry, followers), keys
 
 
-def _send(ring, tree, distance, after=()):
-  """Give every device the arrays of the one `distance` before it on the ring, once those of `after` are there.
+def _send(ring, tree, distance, *, after):
+  """Give every device the arrays of the one `distance` before it on the ring, on CPU one by one and after those of `after`.
 
-  On CPU they are one message. XLA's CPU backend starts collectives that do not depend on each other in any order, JAX gives all of them one
-  name, and so devices would take the one for the other: wrong data, a deadlock or a crash, now and then. Hence also `after`.
+  XLA's CPU backend starts collectives that do not depend on each other in any order, and JAX gives all of them the same name; devices would
+  take the one for the other, which means wrong data, a deadlock or a crash, now and then. So each is made to depend on its predecessor.
   """
   pairs = [(device, (device + distance) % ring.size) for device in range(ring.size)]
   permute = functools.partial(lax.ppermute, axis_name=ring.axes, perm=pairs)
 
-  def as_one(tree, after):
+  def one_by_one(tree, after):
     leaves, structure = jax.tree.flatten(tree)
-    if not leaves:
-      return tree
-    width = min(leaf.dtype.itemsize for leaf in leaves)
-    parts = [*leaves, *(leaf[(slice(1),) * leaf.ndim] for leaf in jax.tree.leaves(after))]
-    bits = [_to_bits(part, width) for part in parts]
-    ends = np.cumsum([part.size for part in bits])
-    received = jnp.split(permute(jnp.concatenate(bits)), ends[:-1])
-    return jax.tree.unflatten(structure, [_from_bits(part, leaf) for part, leaf in zip(received, leaves)])
+    for index, leaf in enumerate(leaves):
+      leaves[index] = permute(functools.reduce(_wait, after, leaf))
+      after = leaves[index:index + 1]
+    return jax.tree.unflatten(structure, leaves)
 
-  return lax.platform_dependent(tree, after, cpu=as_one, default=lambda tree, after: jax.tree.map(permute, tree))
+  return lax.platform_dependent(tree, after, cpu=one_by_one, default=lambda tree, after: jax.tree.map(permute, tree))
 
 
-def _to_bits(x, width):
-  return lax.bitcast_convert_type(x, f'uint{8 * width}').reshape(-1)
-
-
-def _from_bits(bits, like):
-  units = like.dtype.itemsize // bits.dtype.itemsize
-  return lax.bitcast_convert_type(bits.reshape(like.shape if units == 1 else (*like.shape, units)), like.dtype)
+def _wait(x, other):
+  """Return `x` as something computed from `other` too: its first value has a zero added, of which XLA does not know that it is one."""
+  bits = lax.bitcast_convert_type(other[(slice(1),) * other.ndim].reshape(()).astype(jnp.float32), jnp.int32)
+  zero = jnp.minimum(bits & 0x7FFFFFFF, 0).astype(x.dtype)
+  return lax.dynamic_update_slice(x, x[(slice(1),) * x.ndim] + zero, (0,) * x.ndim)
 
 
 def over_heads(function: Callable, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BT: jax.Array, segments_BT: jax.Array,
@@ -242,14 +236,13 @@ def over_heads(function: Callable, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH:
   size = lax.axis_size(axis)
   if k_BTKH.shape[2] < size:
     k_BTKH, v_BTKH = (jnp.repeat(x, size // x.shape[2], axis=2) for x in (k_BTKH, v_BTKH))
-  # One exchange, and the next depends on it: see `_send`.
+  # One exchange, and what gathers after it: see `_send`.
   shares = [x.reshape(*x.shape[:2], size, -1, x.shape[-1]) for x in (q_BTNH, k_BTKH, v_BTKH)]
   ends = np.cumsum([share.shape[3] for share in shares])
   exchanged = lax.all_to_all(jnp.concatenate(shares, axis=3), axis, split_axis=2, concat_axis=1, tiled=True)[:, :, 0]
   q, k, v = jnp.split(exchanged, ends[:-1], axis=2)
-  first = lax.bitcast_convert_type(lax.stop_gradient(exchanged[:, :1, 0, 0]).astype(jnp.float32), jnp.int32)
-  where = jnp.stack([positions_BT, segments_BT, jnp.broadcast_to(first, positions_BT.shape)])
-  positions, segments, _ = lax.all_gather(where, axis, axis=2, tiled=True)
+  where = _wait(jnp.stack([positions_BT, segments_BT]), lax.stop_gradient(exchanged))
+  positions, segments = lax.all_gather(where, axis, axis=2, tiled=True)
   if sinks_BTN is not None:
     share = sinks_BTN.shape[2] // size
     own = lax.dynamic_slice_in_dim(sinks_BTN[:, :1], lax.axis_index(axis) * share, share, axis=2)

@@ -14,7 +14,7 @@ Leaves of a parameter tree are arrays or `LoraArray`s; only this file looks insi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 import functools
 import math
@@ -22,6 +22,7 @@ import string
 
 from flax import struct
 import jax
+from jax.experimental import mesh_utils
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
@@ -39,7 +40,8 @@ _RULES: Rules = (
     ('act_heads', ('tensor',)),
     ('act_mlp', ('tensor',)),
     ('act_vocab', ('tensor',)),
-    ('embed', ('fsdp',)),
+    # Rows that one device cannot hold need parameters split over the devices that share them, too.
+    ('embed', ('fsdp', 'seq', 'ulysses')),
     ('heads', ('tensor',)),
     ('kv_heads', ('tensor',)),
     ('mlp', ('tensor',)),
@@ -133,7 +135,41 @@ def make_mesh(*, data: int = 1, fsdp: int = 1, seq: int = 1, ulysses: int = 1, t
   if math.prod(sizes.values()) != len(devices):
     raise ValueError(f'mesh {shown} does not match the {len(devices)} devices here ({devices[0].platform}); the sizes must multiply to '
                      f'{len(devices)}. On CPU, --config.cpu_devices=N simulates N devices.')
-  return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Explicit,) * len(AXES), devices=devices)
+  return arrange(devices, sizes)
+
+
+def arrange(devices: Sequence[jax.Device], sizes: Mapping[str, int]) -> Mesh:
+  """Return the mesh of these sizes along `AXES`, the axes along the devices' links, slices as `within_slice` says.
+
+  Raises:
+    ValueError: the sizes cannot be laid along the links, or what `within_slice` refuses.
+  """
+  # Devices tell their slice only where there are several.
+  num_slices = len({getattr(device, 'slice_index', 0) for device in devices})
+  inner = tuple(within_slice(sizes, num_slices).values())
+  outer = tuple(size // part for size, part in zip(sizes.values(), inner))
+  try:
+    if num_slices > 1:
+      placed = mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
+    else:
+      placed = mesh_utils.create_device_mesh(inner, devices, allow_split_physical_axes=True)
+  except (NotImplementedError, TypeError, ValueError) as error:  # What JAX raises where it finds no way.
+    raise ValueError(f'mesh {dict(sizes)} cannot be laid along the links of {len(devices)} {devices[0].device_kind} devices; use powers of two, '
+                     'or sizes that divide the sides of the topology.') from error
+  return Mesh(placed, AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+
+
+def within_slice(sizes: Mapping[str, int], num_slices: int) -> dict[str, int]:
+  """Return the sizes of a mesh within one slice: slices are told apart along the first axis that they divide.
+
+  Raises:
+    ValueError: they divide none.
+  """
+  axis = next((axis for axis, size in sizes.items() if size % num_slices == 0), None)
+  if axis is None:
+    shown = ' x '.join(f'{name}={size}' for name, size in sizes.items())
+    raise ValueError(f'mesh {shown} has no axis that divides over slices={num_slices}; make data or fsdp a multiple of it.')
+  return dict(sizes) | {axis: sizes[axis] // num_slices}
 
 
 def current_mesh() -> Mesh:

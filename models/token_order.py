@@ -53,10 +53,16 @@ def places(order: str, length: int, num_shards: int) -> np.ndarray:
   Args:
     length: one of `padded_length`.
   """
-  tokens_T = np.arange(length)
+  return tokens_at(order, length, num_shards, np.arange(length))
+
+
+def tokens_at(order: str, length: int, num_shards: int, places_I: np.ndarray) -> np.ndarray:
+  """Return which token of a row lies at each of some places; arguments as of `places`."""
   if num_shards == 1 or order == 'contiguous':
-    return tokens_T
+    return places_I
+  shard_I, place_I = np.divmod(places_I, length // num_shards)
   if order == 'zigzag':
-    pieces = tokens_T.reshape(2 * num_shards, -1)
-    return np.concatenate([pieces[:num_shards], pieces[:num_shards - 1:-1]], axis=1).reshape(-1)
-  return tokens_T.reshape(-1, num_shards, STRIPE).swapaxes(0, 1).reshape(-1)
+    piece = length // num_shards // 2
+    return np.where(place_I < piece, shard_I * piece + place_I, (2 * num_shards - 2 - shard_I) * piece + place_I)
+  stripe_I, place_I = np.divmod(place_I, STRIPE)
+  return (stripe_I * num_shards + shard_I) * STRIPE + place_I

@@ -280,8 +280,8 @@ class Place:
   def share(self, length: int) -> Share:
     """Return what this process lays out of each row of `length`; the tokens are those of its devices."""
     padded = self.padded(length)
-    token_T = token_order.places(self.order, padded, self.num_ring_shards)
-    return Share(np.concatenate([token_T[start:stop] for start, stop in _local_columns(self.sharding, padded)]))
+    place_T = np.concatenate([np.arange(*columns) for columns in _local_columns(self.sharding, padded)])
+    return Share(token_order.tokens_at(self.order, padded, self.num_ring_shards, place_T))
 
 
 def host_rows(place: Place, rows: int) -> slice:

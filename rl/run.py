@@ -78,13 +78,19 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class LayoutConfig:
-  """How the model is computed; see `sharding.Layout`."""
+  """How the model is computed; see `sharding.Layout`.
+
+  Attributes:
+    fsdp_splits: what of a batch the mesh axis `fsdp` splits, which splits parameters always: rows, or the length of rows where they are few
+      and long.
+  """
   attention: str = 'auto'
   remat: str = 'none'
   scan: bool = True
   compute_dtype: Literal['float32', 'bfloat16', 'float16'] = 'bfloat16'
   order: str = 'auto'
   mlp_chunk: int | None = None
+  fsdp_splits: Literal['rows', 'length'] = 'rows'
 
 
 def lay_out(settings: LayoutConfig, model: ModelConfig, mesh: Mesh) -> Layout:
@@ -93,7 +99,12 @@ def lay_out(settings: LayoutConfig, model: ModelConfig, mesh: Mesh) -> Layout:
   Raises:
     ValueError: settings that are unknown or contradict the model.
   """
-  layout = params_lib.replicate_indivisible(Layout(**vars(settings) | {'order': 'contiguous'}), mesh, model.num_kv_heads)
+  fields = vars(settings) | {'order': 'contiguous'}
+  layout = Layout(**{name: value for name, value in fields.items() if name != 'fsdp_splits'})
+  if settings.fsdp_splits == 'length':
+    changed = {'batch': ('data',), 'length': ('fsdp', *layout.length_axes)}
+    layout = dataclasses.replace(layout, rules=tuple((name, changed.get(name, axes)) for name, axes in layout.rules))
+  layout = params_lib.replicate_indivisible(layout, mesh, model.num_kv_heads)
   num_shards = math.prod(mesh.shape[axis] for axis in layout.ring_axes)
   return dataclasses.replace(layout, order=token_order.resolve(settings.order, model, num_shards))
 

@@ -9,6 +9,7 @@ import pytest
 from launch import fit_topology
 from launch.fit_hlo import BETWEEN_SLICES
 from launch.fit_topology import CHIPS, GIB, Topology
+from models import sharding
 from models.shapes import SHAPES
 from models.sharding import AXES
 
@@ -78,7 +79,7 @@ def test_a_mesh_must_have_the_devices(sizes, message):
 
 def test_slices_must_divide_an_axis():
   with pytest.raises(ValueError, match=r'no axis that divides over slices=3; make data or fsdp a multiple of it'):
-    fit_topology.make_mesh(Topology('v5p:1x1x2', 3, CHIPS['v5p'], tuple(range(8))), {'fsdp': 8})
+    sharding.within_slice({'fsdp': 8}, 3)
 
 
 def test_bandwidth_follows_the_links():
@@ -106,7 +107,7 @@ def test_between_slices_the_data_center_network_counts():
   assert fit_topology.bytes_per_s(topology, mesh, BETWEEN_SLICES) == 6.25e9
   # Within a slice fsdp fills the whole torus.
   assert fit_topology.bytes_per_s(topology, mesh, ['fsdp']) == 600e9
-  assert fit_topology.slice_shape(topology, {'data': 3, 'fsdp': 8, 'seq': 4}) == {'data': 3, 'fsdp': 4, 'seq': 4}
+  assert sharding.within_slice({'data': 3, 'fsdp': 8, 'seq': 4}, 2) == {'data': 3, 'fsdp': 4, 'seq': 4}
 
 
 def test_auto_splits_parameters_first_and_length_last():

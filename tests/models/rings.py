@@ -104,7 +104,8 @@ def place(case: Case, inputs: Inputs):
 
   def put(x, *axes):
     x = np.pad(x, [(0, 0), (0, padded - length)] + [(0, 0)] * (x.ndim - 2))[:, token_T]
-    return jax.device_put(x if x.dtype == np.int32 else jnp.asarray(x, case.dtype), jax.NamedSharding(mesh, layout.spec('batch', 'length', *axes)))
+    x = x if x.dtype == np.int32 else jnp.asarray(x, case.dtype)
+    return jax.device_put(x, jax.NamedSharding(mesh, layout.spec('batch', 'length', *axes)))
 
   heads = [put(x, name, None) for x, name in zip(inputs[:4], ('act_heads', 'kv_heads', 'kv_heads', 'act_heads'))]
   sinks = None if inputs.sinks is None else jax.device_put(inputs.sinks, jax.NamedSharding(mesh, layout.spec('act_heads')))

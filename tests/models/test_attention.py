@@ -1,4 +1,4 @@
-"""Attention against a loop written from the definition, dense against blockwise, and what the mask may not let through."""
+"""Attention against a loop written from the definition, dense against blockwise, and what the mask may not let through. Rings: test_ring_*."""
 
 import dataclasses
 import functools
@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import attention, sharding
+from models import attention, ring_attention, sharding
+from models.kernels import xla
 from models.sharding import Layout
 from tests import tiny
 
@@ -60,7 +61,7 @@ def compiled(kernel, window, cap):
     where = (positions, positions, segments, segments)
     if kernel == 'dense':
       return attention.attend_dense(q, k, v, *where, scale=0.4, window=window, cap=cap)
-    return attention.attend_blockwise(q, k, v, *where, 0.4, window, cap)
+    return ring_attention.attend_blockwise(q, k, v, *where, 0.4, window, cap)
 
   def loss(q, k, v, positions, segments):
     out = run(q, k, v, positions, segments)
@@ -111,30 +112,13 @@ def test_order_along_the_row_is_irrelevant(inputs):
   np.testing.assert_allclose(np.asarray(out)[:, order], moved, atol=2e-6)
 
 
-@pytest.mark.parametrize('window', [None, 40])
-def test_cudnn_is_asked_for_the_same_function(inputs, window, monkeypatch):
-  """On a GPU cuDNN computes it; here the same call with JAX's own implementation must follow the definition."""
-  asked = []
-
-  def elsewhere(*arguments, implementation, **options):
-    asked.append(implementation)
-    return original(*arguments, implementation='xla', **options)
-
-  original = jax.nn.dot_product_attention
-  monkeypatch.setattr(jax.nn, 'dot_product_attention', elsewhere)
-  q, k, v, positions, segments = inputs
-  out = attention._attend_cudnn(q, k, v, positions, positions, segments, segments, scale=0.4, window=window, cap=None)
-  assert asked == ['cudnn']
-  np.testing.assert_allclose(out, by_definition(*inputs, scale=0.4, window=window, cap=None), atol=2e-6)
-
-
 def test_blockwise_memory_is_linear_in_length():
   def temporaries(length):
     shape = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32)
     where = jax.ShapeDtypeStruct((1, length), jnp.int32)
 
     def loss(q, k, v, positions, segments):
-      return jnp.sum(attention.attend_blockwise(q, k, v, positions, positions, segments, segments, 0.25, None, None))
+      return jnp.sum(ring_attention.attend_blockwise(q, k, v, positions, positions, segments, segments, 0.25, None, None))
 
     return jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(shape, shape, shape, where, where).compile().memory_analysis().temp_size_in_bytes
 
@@ -144,7 +128,8 @@ def test_blockwise_memory_is_linear_in_length():
 @pytest.mark.parametrize('kernel, platform, cap, message', [
     ('cudnn', 'cpu', None, "layout.attention='cudnn' does not run on cpu"),
     ('cudnn', 'gpu', 50.0, "layout.attention='cudnn' has no soft cap but model.attention_softcap=50.0"),
-    ('flash', 'cpu', None, "layout.attention='flash' is unknown; use 'auto' or one of ('dense', 'blockwise', 'cudnn')"),
+    ('pallas_tpu', 'gpu', None, "layout.attention='pallas_tpu' does not run on gpu"),
+    ('flash', 'cpu', None, "layout.attention='flash' is unknown; use 'auto' or one of ('dense', 'blockwise', 'pallas_tpu', 'cudnn')"),
 ])
 def test_a_kernel_that_cannot_is_refused_with_the_table(kernel, platform, cap, message):
   with pytest.raises(ValueError) as error:
@@ -152,8 +137,17 @@ def test_a_kernel_that_cannot_is_refused_with_the_table(kernel, platform, cap, m
   assert message in str(error.value) and 'packing' in str(error.value)
 
 
-@pytest.mark.parametrize('axes', [{'tensor': 2}, {'tensor': 4}, {'seq': 2}, {'data': 2, 'fsdp': 2}])
-@pytest.mark.parametrize('kernel', ['dense', 'blockwise'])
+def test_short_rows_are_dense_unless_they_are_split():
+  with jax.set_mesh(sharding.make_mesh(devices=jax.devices()[:1])):
+    kernels = [attention.hop_kernel(Layout(attention=name), tiny.config(), length, is_split=is_split)
+               for name, length, is_split in (('auto', 255, False), ('auto', 256, False), ('auto', 8, True), ('blockwise', 8, False),
+                                              ('dense', 4096, False))]
+  assert kernels == [None, xla.KERNEL, xla.KERNEL, xla.KERNEL, None]
+
+
+@pytest.mark.parametrize('kernel, axes', [
+    *[(kernel, axes) for kernel in ('dense', 'blockwise') for axes in ({'tensor': 2}, {'tensor': 4}, {'data': 2, 'fsdp': 2})],
+    ('blockwise', {'seq': 2}), ('auto', {'seq': 2, 'ulysses': 2})])
 def test_any_mesh_gives_the_same(inputs, kernel, axes):
   q, k, v, positions, segments = inputs
   rows = 2 * axes.get('data', 1)

@@ -17,7 +17,7 @@ from tests import tiny
 def test_layout_refuses_one_mesh_axis_twice_on_an_array():
   with pytest.raises(ValueError, match="layout.rules put one mesh axis twice on an array with axes .*'heads', 'mlp'"):
     sharding.TRAIN.spec('heads', 'mlp')
-  assert sharding.TRAIN.spec('batch', 'length', None) == P(('data', 'fsdp'), 'seq', None)
+  assert sharding.TRAIN.spec('batch', 'length', None) == P(('data', 'fsdp'), ('seq', 'ulysses'), None)
 
 
 @pytest.mark.parametrize('fields, message', [
