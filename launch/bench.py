@@ -4,6 +4,7 @@
     python -m launch.bench train --peer             # beside torch + transformers (+ peft); pip install -e .[peers]
     python -m launch.bench load --model=FILE.gguf --peer
     python -m launch.bench rl --peer                # GRPO steps beside TRL and Tunix (see launch.bench_rl)
+    python -m launch.bench ring                     # long contexts on simulated devices beside their bounds (see launch.bench_ring)
 
 Every measurement is a fresh process, one after the other, so peak memory is its own and nothing shares the cores. The first step of each is
 compilation and warm-up and is not counted. Figures are medians over the counted steps; CPU seconds are the ones to trust on a shared machine.
@@ -19,9 +20,10 @@ import time
 
 from absl import app, flags
 
-from launch import bench_rl
+from launch import bench_ring, bench_rl
 
-_CASES = flags.DEFINE_list('cases', ['full-bfloat16', 'full-float32', 'lora-bfloat16'], 'Which of MODE-DTYPE to measure.')
+_CASES = flags.DEFINE_list('cases', ['full-bfloat16', 'full-float32', 'lora-bfloat16'],
+                            'Which of MODE-DTYPE to measure; ring: which figures, all if this is not given.')
 _ROWS = flags.DEFINE_integer('rows', 8, 'Rows of the batch.', lower_bound=1)
 _LENGTH = flags.DEFINE_integer('length', 256, 'Tokens of a row.', lower_bound=1)
 _STEPS = flags.DEFINE_integer('steps', 3, 'Counted steps of each measurement; rl counts 20 if this is not given.', lower_bound=1)
@@ -107,6 +109,8 @@ def _run_child(what: str) -> None:
     else:
       steps = _train(mode, dtype)
     result = {'steps': steps}
+  elif kind == 'ring':
+    result = {'figures': bench_ring.run(rest[0])}
   elif kind == 'rl':
     result = {'steps': bench_rl.ours(int(rest[0]))}
   elif kind == 'peak':
@@ -127,6 +131,7 @@ def _run_child(what: str) -> None:
       jax.block_until_ready(tree)
       tokenizer.load(_MODEL.value)
     result = {'cpu_s': time.process_time() - start}
+  result.setdefault('cpu_s', time.process_time() - start)
   result['peak_gb'] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
   print('RESULT ' + json.dumps(result), flush=True)
 
@@ -205,7 +210,18 @@ def bench_grpo() -> None:
           f'CPU    {min(peer.cpu_s for peer in peers.values()) / ours.cpu_s:.2f}x the most frugal peer')
 
 
-_BENCHES = {'train': bench_train, 'load': bench_load, 'rl': bench_grpo}
+def bench_rings() -> None:
+  wanted = [name for name in bench_ring.CASES if not _CASES.present or name.split('-')[0] in _CASES.value or name in _CASES.value]
+  if not wanted:
+    raise app.UsageError(f'--cases={",".join(_CASES.value)} names no figure of bench ring; use some of {", ".join(bench_ring.CASES)}.')
+  for name in wanted:
+    result = _measure(f'ours:ring:{name}')
+    for figure in result['figures']:
+      print(bench_ring.Figure(**figure))
+    print(f'{"":4}{name}: {result["cpu_s"]:.1f} CPU-s, {result["peak_gb"]:.2f} GB in all', flush=True)
+
+
+_BENCHES = {'train': bench_train, 'load': bench_load, 'rl': bench_grpo, 'ring': bench_rings}
 
 
 def main(argv: list[str]) -> None:

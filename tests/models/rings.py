@@ -159,7 +159,7 @@ def by_definition(case: Case, inputs: Inputs) -> Results:
   return Results(out, dq, dk, dv, dsinks)
 
 
-def check(got: Results, expected: Results, *, out=1e-6, dq=2e-6, dkv=1e-5):
+def assert_near(got: Results, expected: Results, *, out=1e-6, dq=2e-6, dkv=1e-5):
   """Assert that results are near; the tolerances are absolute."""
   for name, bound in (('out', out), ('dq', dq), ('dk', dkv), ('dv', dkv), ('dsinks', dkv)):
     ours, theirs = getattr(got, name), getattr(expected, name)

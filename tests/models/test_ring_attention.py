@@ -26,7 +26,7 @@ def long_row():
 @pytest.mark.parametrize('seq, order', [(1, 'contiguous'), (8, 'zigzag'), (8, 'striped'), (4, 'contiguous')])
 def test_a_row_of_4096_tokens_equals_float64(seq, order):
   inputs, expected = long_row()
-  rings.check(rings.run(Case(seq=seq, order=order), inputs), expected)
+  rings.assert_near(rings.run(Case(seq=seq, order=order), inputs), expected)
 
 
 EVERYTHING = {'rows': 2, 'heads': 4, 'kv_heads': 2, 'documents': [(100, 200, 7), (1, 40, 250)]}
@@ -46,13 +46,13 @@ def packed(window=None, cap=None, sinks=False):
 def test_packed_rows_of_grouped_heads_equal_float64(case):
   """Packing with padding, a window, a cap, sinks; a ring, heads for tokens, both, and kv heads split, whole or repeated."""
   inputs, expected = packed(case.window, case.cap, case.sinks)
-  rings.check(rings.run(case, inputs), expected, out=2e-6, dq=4e-6, dkv=1e-5)
+  rings.assert_near(rings.run(case, inputs), expected, out=2e-6, dq=4e-6, dkv=1e-5)
 
 
 def test_sinks_in_whole_rows_equal_float64():
   inputs, expected = packed(None, 3.0, True)
   for kernel in ('dense', 'blockwise'):
-    rings.check(rings.run(Case(cap=3.0, sinks=True, kernel=kernel), inputs), expected, out=2e-6, dq=4e-6, dkv=1e-5)
+    rings.assert_near(rings.run(Case(cap=3.0, sinks=True, kernel=kernel), inputs), expected, out=2e-6, dq=4e-6, dkv=1e-5)
 
 
 def test_a_ring_over_two_mesh_axes_equals_one_device():

@@ -56,7 +56,7 @@ def test_gradients_of_every_mask_and_order(mask, order):
   """NVIDIA/TransformerEngine#1557, Megatron-LM#1464: dq, dk and dv were wrong where forward was right."""
   inputs = rings.draw(256, documents=(60, 150, 40) if mask == 'documents' else ())
   case = Case(seq=8, order=order, window=40 if mask == 'window' else None)
-  rings.check(rings.run(case, inputs), rings.by_definition(case, inputs))
+  rings.assert_near(rings.run(case, inputs), rings.by_definition(case, inputs))
 
 
 @pytest.mark.parametrize('length, seq', [(1, 8), (7, 8), (97, 8), (7, 2), (1000, 2), (4097, 8)])
@@ -64,7 +64,7 @@ def test_any_length_is_exact(length, seq):
   """TransformerEngine#1930, Megatron-LM#1669: 7 tokens on two devices were taken for 6; TransformerEngine#3331: padding cost real keys."""
   inputs = rings.draw(length, seed=length)
   case = Case(seq=seq, order='zigzag')
-  rings.check(rings.run(case, inputs), rings.by_definition(case, inputs))
+  rings.assert_near(rings.run(case, inputs), rings.by_definition(case, inputs))
 
 
 def test_padding_at_the_end_changes_no_bit_from_run_to_run():
@@ -72,7 +72,7 @@ def test_padding_at_the_end_changes_no_bit_from_run_to_run():
   inputs = rings.draw(256, documents=(60, 150))
   first, second = rings.run(ZIGZAG, inputs), rings.run(ZIGZAG, inputs)
   jax.tree.map(np.testing.assert_array_equal, first, second)
-  rings.check(first, rings.by_definition(ZIGZAG, inputs))
+  rings.assert_near(first, rings.by_definition(ZIGZAG, inputs))
 
 
 @pytest.mark.parametrize('documents', [(20,), (0,)], ids=['most devices have only padding', 'all have'])
@@ -80,7 +80,7 @@ def test_a_device_of_padding_gives_zeros(documents):
   """Megatron-LM#1764, NeMo#14488, axolotl#3033, Megatron-Bridge#3117: where all was masked came NaN."""
   inputs = rings.draw(256, documents=documents)
   got = rings.run(ZIGZAG, inputs)
-  rings.check(got, rings.by_definition(ZIGZAG, inputs))
+  rings.assert_near(got, rings.by_definition(ZIGZAG, inputs))
   for x in got[:4]:
     assert not np.any(x[:, documents[0]:])
 
@@ -89,7 +89,7 @@ def test_the_order_of_a_ring_of_rings():
   """feifeibear/long-context-attention#53: a zigzag over a ring and an exchange of heads was put together in the wrong order."""
   inputs = rings.draw(320, heads=4, kv_heads=2, documents=(100, 200))
   case = Case(seq=2, ulysses=4, order='zigzag')
-  rings.check(rings.run(case, inputs), rings.by_definition(case, inputs), out=2e-6, dq=4e-6)
+  rings.assert_near(rings.run(case, inputs), rings.by_definition(case, inputs), out=2e-6, dq=4e-6)
   for order, length in (('zigzag', 320), ('striped', 4096), ('contiguous', 320)):
     token_T = token_order.places(order, length, 8)
     np.testing.assert_array_equal(token_T[np.argsort(token_T)], np.arange(length))
@@ -146,7 +146,7 @@ def test_a_query_that_sees_nothing_has_finite_numbers():
   arrays = (one, one[:, :, 0], one[:, :, 0], *(jnp.full((1, 16), x, jnp.int32) for x in (0, 5, 1, 1)))
   options = {'scale': 1.0, 'window': None, 'cap': None}
   out, lse = xla.KERNEL.forward(*arrays, **options)
-  assert not np.any(out) and np.all(lse == np.float32(xla.NEGATIVE))
+  assert not np.any(out) and np.all(lse == np.float32(xla.NEGATIVE)) and np.all(np.isfinite(lse))
   gradients = xla.KERNEL.backward(*arrays, one, lse, jnp.zeros_like(lse), tuple(jnp.zeros(x.shape) for x in arrays[:3]), **options)
   assert not any(np.any(x) for x in gradients)
   with pytest.raises(ValueError, match='model.window=-1 must be at least 1'):
@@ -198,8 +198,8 @@ def test_simulated_devices_may_wait_for_each_other():
 
 def test_rows_of_a_batch_have_packings_of_their_own():
   """marin-community/marin#5749: the packing of the first row was used for all."""
-  inputs = rings.draw(256, rows=3, documents=[(256,), (1, 200), (100, 50, 90)])
-  rings.check(rings.run(ZIGZAG, inputs), rings.by_definition(ZIGZAG, inputs))
+  inputs = rings.draw(256, rows=3, documents=[(100, 50, 90), (1, 200), (256,)])
+  rings.assert_near(rings.run(ZIGZAG, inputs), rings.by_definition(ZIGZAG, inputs))
 
 
 @pytest.mark.parametrize('platform', ['cpu', 'elsewhere'])

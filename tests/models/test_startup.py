@@ -55,3 +55,15 @@ def test_a_contradicting_flag_is_refused_and_other_flags_stay():
   done = run_python('import models, os; print(os.environ["XLA_FLAGS"])', XLA_FLAGS='--xla_cpu_enable_fast_math=false')
   assert done.stdout.startswith('--xla_cpu_enable_fast_math=false ')
   assert '-reduce' in done.stdout
+
+
+def test_simulated_devices_get_threads_of_their_own_and_leave_the_environment():
+  """Else programs of several independent collectives dead-lock now and then: too few threads, or another order on each device."""
+  done = run_python('import os, models\n'
+                    'from models import startup\n'
+                    'before = dict(os.environ)\n'
+                    'startup.use_cpu_devices(3)\n'
+                    'import jax\n'
+                    'threads = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]\n'
+                    'print(len(jax.devices()), threads.count("tf_XLAEigen"), dict(os.environ) == before)', JAX_PLATFORMS='cpu')
+  assert done.stdout.split() == ['3', '24', 'True'], done.stderr

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from models import params as params_lib
-from models import sharding, transformer
+from models import sharding, token_order, transformer
 from models.sharding import Layout
 from tests import tiny
 
@@ -114,6 +115,45 @@ def test_remat_full_keeps_less():
       return grad.lower(tree, rows, rows, rows).compile().memory_analysis().temp_size_in_bytes
 
   assert temporaries(Layout(remat='full')) < 0.7 * temporaries(Layout())
+
+
+@pytest.mark.parametrize('sizes', [{'seq': 2}, {'seq': 2, 'ulysses': 2}], ids=str)
+def test_a_split_length_gives_the_same_loss_and_gradients(sizes):
+  """A local and a global layer with sinks, the result of attention kept, against whole rows on one device."""
+  config = tiny.config(attention_sinks=True)
+
+  def loss(layout, mesh):
+    tree = params_lib.init(transformer.declare(config), 0, mesh, layout)
+    tree['blocks']['attention']['sinks'] += 0.5
+    order_T = token_order.places(layout.order, 64, math.prod(mesh.shape[axis] for axis in layout.ring_axes))
+    place = jax.NamedSharding(mesh, layout.spec('batch', 'length'))
+    tokens, positions, segments = (jax.device_put(np.asarray(x, np.int32)[:, order_T], place) for x in row(*DOCUMENTS, length=64))
+
+    def total(tree):
+      hidden_BTD, _ = transformer.forward(tree, tokens, positions, segments, config, layout)
+      return jnp.sum(jnp.sin(hidden_BTD) * (segments > 0)[..., None])
+
+    with jax.set_mesh(mesh):
+      return jax.device_get(jax.jit(jax.value_and_grad(total))(tree))
+
+  value, grads = loss(Layout(order='zigzag', remat='attention,attention_lse'), sharding.make_mesh(
+      devices=jax.devices()[:math.prod(sizes.values())], **sizes))
+  expected, expected_grads = loss(sharding.TRAIN, mesh())
+  assert float(value) == pytest.approx(float(expected), rel=2e-6)
+  for (name, grad), want in zip(params_lib.named_leaves(grads), jax.tree.leaves(expected_grads), strict=True):
+    assert np.linalg.norm(grad - want) <= 2e-6 * np.linalg.norm(want), name
+  assert np.all(grads['blocks']['attention']['sinks'] != 0)
+
+
+def test_sinks_are_declared_where_the_model_has_them():
+  own = transformer.declare(tiny.config(attention_sinks=True))['blocks']['attention']
+  assert own['sinks'].shape == (2, 4) and own['sinks'].init == 'zeros'
+  assert 'sinks' not in transformer.declare(CONFIG)['blocks']['attention']
+
+
+def test_a_mesh_that_attention_cannot_use():
+  with pytest.raises(ValueError, match='mesh.ulysses=8 exchanges tokens for heads'):
+    transformer.check(CONFIG, sharding.TRAIN, sharding.make_mesh(ulysses=8))
 
 
 def test_unknown_remat_name():
