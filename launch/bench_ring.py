@@ -1,6 +1,6 @@
 """Attention over a split length, measured on simulated devices and beside its bounds; a part of `launch.bench`.
 
-    python -m launch.bench ring                    # all figures, about ten minutes of two cores
+    python -m launch.bench ring                    # all figures, about five minutes of CPU
     python -m launch.bench ring --cases=A5,A6      # some of them
 
 | figure | what |

@@ -68,7 +68,7 @@ def routes(order: str, window: int | None, num_tokens: int, num_shards: int) -> 
   Raises:
     ValueError: the order is 'zigzag' and a shard cannot be halved.
   """
-  if order == 'zigzag' and num_tokens % 2:
+  if num_shards > 1 and order == 'zigzag' and num_tokens % 2:
     raise ValueError(f"layout.order 'zigzag' gives each of {num_shards} devices two pieces, and {num_tokens} tokens of a shard cannot be halved; "
                      'pad rows to `token_order.padded_length`.')
   whole = ((1, num_shards - 1),) if num_shards > 1 else ()
@@ -248,11 +248,3 @@ def over_heads(function: Callable, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH:
     own = lax.dynamic_slice_in_dim(sinks_BTN[:, :1], lax.axis_index(axis) * share, share, axis=2)
     sinks_BTN = jnp.broadcast_to(own, q.shape[:3])
   return lax.all_to_all(function(q, k, v, positions, segments, sinks_BTN), axis, split_axis=1, concat_axis=2, tiled=True)
-
-
-def attend_blockwise(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, query_positions_BT: jax.Array, key_positions_BS: jax.Array,
-                     query_segments_BT: jax.Array, key_segments_BS: jax.Array, scale: float, window: int | None = None,
-                     cap: float | None = None) -> jax.Array:
-  """Return out_BTNH of attention on one device in O(T + S) memory; see `attend`."""
-  return attend(q_BTNH, k_BSKH, v_BSKH, query_positions_BT, key_positions_BS, query_segments_BT, key_segments_BS, None,
-                Ring(scale=scale, window=window, cap=cap))

@@ -63,9 +63,9 @@ def _backend_runs() -> bool:
 def use_cpu_devices(count: int) -> None:
   """Simulate `count` devices when JAX runs on CPU; call before the first computation.
 
-  XLA's default schedule for CPU starts collectives that do not depend on each other in any order, and each blocks a thread until all devices
-  have come: programs with rings and exchanges of tokens for heads dead-locked in two runs of three. Under the other schedule, and with
-  several threads a device, they did not in any of many.
+  On CPU, collectives of `shard_map` that do not depend on each other may meet in one rendezvous, since JAX gives all of them one channel: the
+  program hangs or crashes. `ring_attention` makes its own depend on each other. For all others it is made unlikely here: XLA runs operations
+  in the order of least memory instead of all that are ready, and has several threads a device, each of which a collective may hold.
 
   Raises:
     RuntimeError: a backend already runs with another number.

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from models.layers import softcap
 
-# Queries and keys of a block at most: the scores of a pair of blocks then stay in a core's cache (half of it is twice as slow, double also).
+# Queries and keys of a block at most; the scores of one head of a pair of blocks then stay in the cache of a core.
 BLOCK = 256
 # Log-sum-exp of nothing. Its half is a floor of running maxima, so that exp(NEGATIVE - maximum) is 0 even where nothing was seen yet.
 NEGATIVE = -1e30

@@ -10,6 +10,7 @@ import pytest
 
 from models import attention, ring_attention, sharding
 from models.kernels import xla
+from models.ring_attention import Ring
 from models.sharding import Layout
 from tests import tiny
 
@@ -61,7 +62,7 @@ def compiled(kernel, window, cap):
     where = (positions, positions, segments, segments)
     if kernel == 'dense':
       return attention.attend_dense(q, k, v, *where, scale=0.4, window=window, cap=cap)
-    return ring_attention.attend_blockwise(q, k, v, *where, 0.4, window, cap)
+    return ring_attention.attend(q, k, v, *where, None, Ring(scale=0.4, window=window, cap=cap))
 
   def loss(q, k, v, positions, segments):
     out = run(q, k, v, positions, segments)
@@ -118,7 +119,7 @@ def test_blockwise_memory_is_linear_in_length():
     where = jax.ShapeDtypeStruct((1, length), jnp.int32)
 
     def loss(q, k, v, positions, segments):
-      return jnp.sum(ring_attention.attend_blockwise(q, k, v, positions, positions, segments, segments, 0.25, None, None))
+      return jnp.sum(ring_attention.attend(q, k, v, positions, positions, segments, segments, None, Ring()))
 
     return jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(shape, shape, shape, where, where).compile().memory_analysis().temp_size_in_bytes
 

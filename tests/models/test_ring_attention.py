@@ -91,7 +91,7 @@ def test_bfloat16_gradients_have_their_operands_type():
 
 
 @pytest.mark.parametrize('order, window, num_tokens, num_shards, expected', [
-    ('zigzag', None, 8, 1, ()), ('zigzag', None, 8, 4, ((1, 3),)), ('striped', 5, 512, 4, ((1, 3),)),
+    ('zigzag', 5, 7, 1, ()), ('zigzag', None, 8, 4, ((1, 3),)), ('striped', 5, 512, 4, ((1, 3),)),
     # One token alone; 8 tokens reach 7 back into the shard before; 9 reach 8; 10 reach 9, two shards before; 17 to 25 need three hops.
     ('contiguous', 1, 8, 8, ()), ('contiguous', 8, 8, 8, ((1, 1),)), ('contiguous', 9, 8, 8, ((1, 1),)), ('contiguous', 10, 8, 8, ((1, 2),)),
     ('contiguous', 25, 8, 8, ((1, 3),)), ('contiguous', 1000, 8, 8, ((1, 7),)), ('contiguous', 57, 8, 8, ((1, 7),)),

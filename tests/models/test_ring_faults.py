@@ -120,7 +120,7 @@ def test_kv_heads_that_cannot_be_dealt_are_refused():
 def test_positions_and_segments_have_no_default():
   """TransformerEngine#2349: default positions were not split as the segments were."""
   names = ['query_positions_BT', 'key_positions_BS', 'query_segments_BT', 'key_segments_BS']
-  for function in (ring_attention.attend, attention.attend_dense, ring_attention.attend_blockwise):
+  for function in (ring_attention.attend, attention.attend_dense):
     parameters = inspect.signature(function).parameters
     assert [parameters[name].default for name in names] == [inspect.Parameter.empty] * 4
 

@@ -58,7 +58,7 @@ def test_a_contradicting_flag_is_refused_and_other_flags_stay():
 
 
 def test_simulated_devices_get_threads_of_their_own_and_leave_the_environment():
-  """Else programs of several independent collectives dead-lock now and then: too few threads, or another order on each device."""
+  """A collective holds a thread until all devices have come."""
   done = run_python('import os, models\n'
                     'from models import startup\n'
                     'before = dict(os.environ)\n'
