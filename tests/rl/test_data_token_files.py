@@ -1,6 +1,9 @@
 """Tokenized documents: written, checked, read through memory maps, and refused by name."""
 
 import json
+from pathlib import Path
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from models import tokenizer as tokenizer_lib
 from rl import train
 from rl.data import tasks, token_files
 
+ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [np.array(tokens, np.int32) for tokens in ([5, 6, 7], [8, 9], range(10, 50))]
 
 
@@ -55,11 +59,12 @@ def test_content_decides_splits_and_fingerprint_wherever_the_files_lie(tmp_path)
 
 
 def test_tokenized_rows_are_what_training_on_the_rows_sees(tmp_path):
-  from launch import tokenize
-
   texts = ['Once upon a time', 'The end', 'x' * 200]
   (tmp_path / 'rows.jsonl').write_text(''.join(json.dumps({'body': text}) + '\n' for text in texts))
-  summary = tokenize.tokenize('byte', (str(tmp_path / 'rows.jsonl'),), 'jsonl', 'body', str(tmp_path / 'books'))
+  # In a process of its own: programs define flags, and two of them in one process may define the same.
+  done = subprocess.run([sys.executable, '-m', 'launch.tokenize', '--model=byte', f'--paths={tmp_path}/rows.jsonl', '--column=body',
+                         f'--target={tmp_path}/books'], cwd=ROOT, capture_output=True, text=True, check=False)
+  assert done.returncode == 0, done.stderr
   words = tokenizer_lib.load('byte')
   rows = tasks.build_mixture(tasks.MixtureConfig({'rows': tasks.TaskConfig((str(tmp_path / 'rows.jsonl'),), schema='text',
                                                                            fields={'text': 'body'})}))
@@ -68,7 +73,8 @@ def test_tokenized_rows_are_what_training_on_the_rows_sees(tmp_path):
   for mine, other in zip(found, wanted, strict=True):
     np.testing.assert_array_equal(mine, other)
   np.testing.assert_array_equal(wanted[1], [words.bos_id, *words.encode('The end'), words.eos_id])
-  assert summary == f'{tmp_path}/books.tokens.npy: 3 documents, {sum(map(len, wanted))} tokens, the longest {max(map(len, wanted))}.'
+  summary = f'{tmp_path}/books.tokens.npy: 3 documents, {sum(map(len, wanted))} tokens, the longest {max(map(len, wanted))}.'
+  assert summary in done.stderr + done.stdout
 
 
 def put(directory, tokens, ends, dtypes=(np.int32, np.int64)):
