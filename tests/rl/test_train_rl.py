@@ -380,6 +380,3 @@ def test_prompts_longer_than_a_device_holds_are_sampled_and_learned_from(model, 
     assert one['train/grad_norm'] > 0
     assert eight['train/grad_norm'] == pytest.approx(one['train/grad_norm'], rel=1e-4)
     assert eight['mismatch/logprob_abs_diff'] < 1e-5
-  trained = [policy.load_params(tmp_path / name, sharding.make_mesh(devices=jax.devices()[:1]), sharding.TRAIN, 'float32')[1]
-             for name in ('one', 'eight')]
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *trained)
