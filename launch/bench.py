@@ -21,6 +21,7 @@ import time
 from absl import app, flags
 
 from launch import bench_ring, bench_rl
+from models.shapes import SHAPES
 
 _CASES = flags.DEFINE_list('cases', ['full-bfloat16', 'full-float32', 'lora-bfloat16'],
                             'Which of MODE-DTYPE to measure; ring: which figures, all if this is not given.')
@@ -43,17 +44,6 @@ _BARS = {
 _LOAD_BARS_S = (10, 5)
 
 
-def gemma3_270m():
-  """Return the shape of Gemma-3-270M."""
-  from models.config import ModelConfig, RopeConfig
-
-  return ModelConfig(
-      family='gemma3', vocab_size=262_144, num_layers=18, embed_dim=640, mlp_dim=2048, num_heads=4, num_kv_heads=1, head_dim=256,
-      max_length=32_768, activation='gelu_tanh', norm_offset=1.0, post_norms=True, qk_norm=True, tied_embeddings=True,
-      scale_embeddings=True, query_scale=256**-0.5, layer_pattern=('local',) * 5 + ('global',), window=512,
-      rope=RopeConfig(theta=1e6), local_rope=RopeConfig(theta=1e4))
-
-
 def _train(mode: str, dtype: str) -> list[dict]:
   """Time supervised steps of our learner on random tokens; weights are random too, which changes no speed."""
   import dataclasses
@@ -68,7 +58,7 @@ def _train(mode: str, dtype: str) -> list[dict]:
   from rl import optimizer as optimizer_lib
   from rl.types import Document
 
-  config, mesh = gemma3_270m(), sharding.make_mesh()
+  config, mesh = SHAPES['gemma3-270m'], sharding.make_mesh()
   layout = dataclasses.replace(sharding.TRAIN, compute_dtype=dtype, scan=_SCAN.value, remat=_REMAT.value)
   specs = transformer.declare(config)
   tree = params_lib.init(specs, 0, mesh, layout, dtype if mode == 'lora' else 'float32')
@@ -104,7 +94,7 @@ def _run_child(what: str) -> None:
       from launch import peers
       from models import presets
 
-      steps = peers.torch_train(presets.to_hf(gemma3_270m(), dtype), mode=mode, dtype=dtype, rows=_ROWS.value, length=_LENGTH.value,
+      steps = peers.torch_train(presets.to_hf(SHAPES['gemma3-270m'], dtype), mode=mode, dtype=dtype, rows=_ROWS.value, length=_LENGTH.value,
                                 num_steps=_STEPS.value)
     else:
       steps = _train(mode, dtype)
@@ -159,7 +149,7 @@ def _verdict(ratio: float, bars: tuple[float, float] | None, *, smaller: bool = 
 def bench_train() -> None:
   from models import transformer
 
-  flops_per_token = {mode: transformer.num_flops_per_token(gemma3_270m(), _LENGTH.value, fraction)
+  flops_per_token = {mode: transformer.num_flops_per_token(SHAPES['gemma3-270m'], _LENGTH.value, fraction)
                      for mode, fraction in (('full', 1.0), ('lora', 0.0))}
   tokens = _ROWS.value * _LENGTH.value
   print(f'Supervised step of Gemma-3-270M, {_ROWS.value} x {_LENGTH.value} tokens, median of {_STEPS.value} steps')
