@@ -14,6 +14,7 @@
 | A8 | work of the device with most of it, in blocks of scores |
 | A10 | a decoding step over a split cache beside one that passes the cache around |
 | A13 | memory of the gradient of a model of two layers with 1,048,576 tokens on 64 devices |
+| A14 | a small model that looks up keys in texts of up to 4,096 tokens, trained on 8 devices and on one (see launch.bench_ring_needle) |
 | train | steps of `launch.train` on one row: 1,048,576 tokens with windows, 131,072 without (see launch.bench_ring_train) |
 
 One head of size 64 in float32 unless said. CPU seconds are the ones to trust on a shared machine, so bounds on time are on those. Memory is what
@@ -29,7 +30,7 @@ import time
 
 import numpy as np
 
-from launch import bench_ring_decode, bench_ring_train
+from launch import bench_ring_decode, bench_ring_needle, bench_ring_train
 
 MILLION = 2**20
 _WIDTH = 64
@@ -312,6 +313,18 @@ def _model() -> list[Figure]:
                  compiled.memory_analysis().temp_size_in_bytes / 2**30, 1.25, 'GiB')]
 
 
+def _needle() -> list[Figure]:
+  phases = bench_ring_needle.PHASES
+  one, eight = (bench_ring_needle.measure(seq, phases) for seq in (1, 8))
+  figures = []
+  for phase, (before, after), (_, on_ring) in zip(phases, one, eight, strict=True):
+    if phase.length >= 2048:
+      title = f'A14 {phase.length:,} tokens: right answers'
+      figures += [Figure(f'{title} on one device', after, max(0.95, before), least=True),
+                  Figure(f'{title} on 8 devices less those on one', abs(on_ring - after), 0.01)]
+  return figures
+
+
 def _training(length: int, window: int | None, bound_s: float) -> list[Figure]:
   steps = bench_ring_train.measure(length, window)
   title = f'{length:,} tokens, {f"window {window:,}" if window else "no window"}, 8 devices: launch.train,'
@@ -332,6 +345,7 @@ CASES: Mapping[str, Case] = {
     'A8': Case(_schedule),
     'A10': Case(_decode, 8),
     'A13': Case(_model, 64),
+    'A14': Case(_needle, 8),
     # Twice what A5 and A6 allow one layer's attention, for each layer and what is around it.
     'train-1M': Case(functools.partial(_training, MILLION, 1024, 2 * 60 * bench_ring_train.NUM_LAYERS)),
     'train-128k': Case(functools.partial(_training, MILLION // 8, None, 2 * 4 * 40 * bench_ring_train.NUM_LAYERS)),
