@@ -108,8 +108,7 @@ class ProxyReward:
     """
     config = self._config
     scores_KN = np.stack([self._scores(name, member, trajectories) for name, member in self._members.items()])
-    rewards_N = combine(scores_KN, config.combine, config.std_coef)
-    rewards_N[~np.isfinite(rewards_N)] = np.nan
+    rewards_N = combine(np.where(np.isfinite(scores_KN), scores_KN, np.nan), config.combine, config.std_coef)
     is_scored_N = np.isfinite(rewards_N)
     metrics = {'proxy/unscored': float(np.count_nonzero(~is_scored_N))}
     if is_scored_N.any():
@@ -126,8 +125,9 @@ class ProxyReward:
   def _scores(self, name: str, member: RewardModel | Source, trajectories: Sequence[Trajectory]) -> np.ndarray:
     if isinstance(member, RewardModel):
       return self._model_scores(member, trajectories)
+    returned = member(trajectories)
     try:
-      scores_N = np.asarray(member(trajectories), np.float64)
+      scores_N = np.asarray(returned, np.float64)
     except (TypeError, ValueError) as error:
       raise ValueError(f'reward_model.paths {name!r} gave no numbers for {len(trajectories)} samples: {error}.') from error
     if scores_N.shape != (len(trajectories),):
