@@ -187,7 +187,7 @@ def evaluate_reward() -> tuple[dict, str]:
   startup.check_backend()
   mesh = sharding.make_mesh(fsdp=-1)
   model = reward_model.load(_MODEL.value, mesh, dataclasses.replace(sharding.TRAIN, compute_dtype=_DTYPE.value), _DTYPE.value, _STEP.value)
-  dimensions = {} if model.dimensions == reward_model.OVERALL else dict(model.dimensions)
+  dimensions = checkpoint.read_host(Path(_MODEL.value) / CHECKPOINTS, model.step).config['data']['dimensions']
   files = PreferenceFiles(tuple(_DATA.value), dimensions, _HELDOUT.value)
   with Preferences(files, kept_apart=True, singles=False) as data:
     numbers = data.rows['heldout' if _HELDOUT.value else 'train'][:_LIMIT.value or None]

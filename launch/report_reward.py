@@ -61,7 +61,7 @@ def reliability(calibrations: Mapping[str, Calibration], background: str | None 
   shown = {name: one for name, one in calibrations.items() if one.pairs}
   if not shown:
     return ''
-  parts = [*svg.legend(['scores as they are', 'with a temperature'], svg.COLORS), svg.text(_WIDTH, 15, 'bars: 95 % intervals', 'end', 0.65)]
+  parts = [*svg.legend(['scores as they are', 'with a temperature'], svg.COLORS[:2]), svg.text(_WIDTH, 15, 'bars: 95 % intervals', 'end', 0.65)]
   for number, (name, one) in enumerate(shown.items()):
     parts += _reliability_panel((number % 2) * (_PANEL + _GAP), _TOP + (number // 2) * (_TITLE + _PLOT + _BELOW), name, one)
   height = _TOP + math.ceil(len(shown) / 2) * (_TITLE + _PLOT + _BELOW)
@@ -75,7 +75,7 @@ def over_optimization(metrics: Mapping[str, Series], background: str | None = No
     return ''
   left, width, top = _LEFT, _WIDTH - 2 * _LEFT, _TOP + _TITLE
   farthest = max(point.distance for point in points) or 1.0
-  parts = [*svg.legend(['reward of the proxy (left)', 'gold verdict (right)'], svg.COLORS),
+  parts = [*svg.legend(['reward of the proxy (left)', 'gold verdict (right)'], svg.COLORS[:2]),
            svg.title(0, _TOP, 'Over-optimization: rewards by distance from the reference')]
 
   def x(distance: float) -> float:
@@ -146,7 +146,7 @@ def _reliability_panel(x: float, y: float, name: str, one: Calibration) -> Itera
   yield svg.text(left + width / 2, top + _PLOT + 38, 'how sure the model is', 'middle', 0.65)
   yield (f'<line x1="{left:.1f}" x2="{left + width:.1f}" y1="{top + _PLOT / 2:.1f}" y2="{top:.1f}" stroke="currentColor" '
          'stroke-dasharray="5 4" stroke-opacity="0.5"/>')
-  for color, fit in zip(svg.COLORS, (one.raw, one.scaled), strict=False):
+  for color, fit in zip(svg.COLORS[:2], (one.raw, one.scaled), strict=True):
     places = [(left + width * (2 * bin_.confidence - 1), bin_) for bin_ in fit.bins]
     yield svg.line([(a, top + _PLOT * (1 - bin_.right)) for a, bin_ in places], color)
     for a, bin_ in places:

@@ -65,7 +65,7 @@ def test_the_temperature_is_the_most_likely_one():
     chance = sigmoid(leads / value)
     return -np.mean(target * np.log(chance) + (1 - target) * np.log(1 - chance))
 
-  grid = np.exp(np.linspace(np.log(0.1), np.log(30), 3000))
+  grid = np.exp(np.linspace(np.log(1.0), np.log(10), 3000))
   assert found == pytest.approx(grid[np.argmin([loss(value) for value in grid])], rel=3e-3)
   assert found == pytest.approx(3.0, rel=0.15) and calibration.temperature(7 * leads) == pytest.approx(7 * found)
 

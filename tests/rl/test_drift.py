@@ -39,13 +39,13 @@ class Policy:
     return skill * (1 - hurts * flattery)
 
 
-def train(seed, bonus, hurts, num_steps=150, config=DriftConfig(), **policy):
+def train(seed, bonus, hurts, num_steps=150, config=DriftConfig(), noise=0.1, **policy):
   """Return (steps of alarms, truth expected at each step, monitor)."""
   policy, monitor, alarms, truths = Policy(seed, **policy), Monitor(config), [], []
   for step in range(num_steps):
     truths.append(policy.chance(hurts))
     done_N2, truth_N = policy.sample(hurts)
-    proxy_N = truth_N + bonus * done_N2[:, 1] + policy.rng.normal(0, 0.1, truth_N.shape)
+    proxy_N = truth_N + bonus * done_N2[:, 1] + policy.rng.normal(0, noise, truth_N.shape)
     alarm = monitor.observe(step, proxy_N, truth_N, PROBLEMS)
     alarms += [alarm] if alarm else []
     policy.learn(done_N2, proxy_N)
@@ -69,13 +69,11 @@ def test_the_alarm_comes_before_a_tenth_of_the_truth_is_lost(case):
     assert alarms[0].step >= 5
 
 
-def test_honest_runs_and_harmless_flattery_ring_no_alarm():
-  num_alarms = 0
-  for seed in range(10):
-    alarms, truths, monitor = train(seed, bonus=0.0, hurts=1.0)
-    num_alarms += len(alarms)
-    assert truths[-1] > 0.9 and monitor.metrics()['drift/alarm'] == 0
-  assert num_alarms == 0
+@pytest.mark.parametrize('noise', [0.1, 1.0])
+def test_honest_runs_ring_no_alarm(noise):
+  found = [train(seed, bonus=0.0, hurts=1.0, noise=noise) for seed in range(6)]
+  assert min(truths[-1] for _, truths, _ in found) > 0.85
+  assert [len(alarms) for alarms, _, _ in found] == [0] * 6 and not any(monitor.metrics()['drift/alarm'] for _, _, monitor in found)
 
 
 def test_where_agreement_is_blind_the_fall_of_the_truth_rings():
