@@ -169,6 +169,9 @@ def _function(path: str) -> Source:
   # A name of the user's has slashes, as those of domains.
   module, name = path.replace('/', '.').split(':', 1)
   try:
-    return getattr(importlib.import_module(module), name)
+    function = getattr(importlib.import_module(module), name)
   except (ModuleNotFoundError, AttributeError) as error:
     raise ValueError(f'reward_model.paths {path!r}: {error}; the module must be importable from here and have that function.') from error
+  if not callable(function):
+    raise ValueError(f'reward_model.paths {path!r} is of type {type(function).__name__}; it must be a function of trajectories.')
+  return function

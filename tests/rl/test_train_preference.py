@@ -194,7 +194,7 @@ def step_gradient(sizes, assignment, encoders):
   encode, rng = encoders['pairs'], np.random.default_rng(1)
 
   def with_reference(document):
-    return dataclasses.replace(document, per_token={'reference_logprobs': rng.normal(-5, 1, document.tokens_T.shape).astype(np.float32)})
+    return dataclasses.replace(document, per_token={'reference_logprobs': rng.normal(-6.5, 1, document.tokens_T.shape).astype(np.float32)})
 
   numbers = [int(row) for row in encode.data.rows['train'][:4]]
   texts = [encode(row) for row in numbers]
