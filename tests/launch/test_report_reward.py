@@ -23,7 +23,8 @@ def elements(picture, tag):
 
 def judged(leads):
   leads = np.asarray(leads, float)
-  return calibration.assess(np.stack([leads, 0 * leads], 1), np.ones(leads.size), np.tile([3, 2], (leads.size, 1)), np.arange(leads.size) % 2 == 1)
+  count = leads.size
+  return calibration.assess(np.stack([leads, 0 * leads], 1), np.ones(count), np.tile([3, 2], (count, 1)), np.arange(count) % 2 == 1)
 
 
 ONE = judged([np.log(4)] * 4 + [-np.log(4)])
@@ -38,7 +39,7 @@ def test_reliability_shows_confidence_and_agreement():
   assert titles[0] == '5 pairs, 80.0% sure, 80.0% right' and len(elements(picture, 'polyline')) == 4
   first = elements(picture, 'circle')[0]
   # Four fifths sure is three fifths of the way from a half to 1.
-  assert float(first.get('cx')) == pytest.approx(52 + 0.6 * (470 - 52), abs=0.1) and float(first.get('cy')) == pytest.approx(58 + 0.2 * 230, abs=0.1)
+  assert [float(first.get(name)) for name in ('cx', 'cy')] == pytest.approx([52 + 0.6 * (470 - 52), 58 + 0.2 * 230], abs=0.1)
   assert report_reward.reliability({'silent': judged([])}) == '' == report_reward.reliability({})
 
 

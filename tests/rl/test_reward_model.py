@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 
-from configs import reward_model as configs
 from envs.core import Outcome
 from models import sharding
 from models import tokenizer as tokenizer_lib
@@ -43,24 +42,22 @@ def rows(count, seed=0, flipped=FLIPPED):
 
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
-  """(config, directory, results) of a run, half of whose rows are held out."""
+  """(config, directory, what the program wrote) of a run, half of whose rows are held out."""
   root = tmp_path_factory.mktemp('rewards')
   tiny_model.write_model(root / 'model', vocab_size=tokenizer_lib.ByteTokenizer().vocab_size)
   (root / 'rows.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows(2400)))
-  config = configs.get_config()
-  config.update_from_flattened_dict({
-      'model.path': str(root / 'model'), 'data.paths': (str(root / 'rows.jsonl'),), 'data.heldout_fraction': 0.5, 'data.rows': ROWS,
+  changes = {
+      'model.path': root / 'model', 'data.paths': (str(root / 'rows.jsonl'),), 'data.heldout_fraction': 0.5, 'data.rows': ROWS,
       'data.dimensions': {'helpful': 1.0, 'harmless': 2.0}, 'data.length': LENGTH, 'data.max_segments': 8, 'data.micro_batches': 1,
-      'num_steps': NUM_STEPS, 'checkpoint_every_steps': NUM_STEPS, 'eval_every_steps': NUM_STEPS, 'eval_comparisons': 0, 'layout.remat': 'none',
-      'layout.compute_dtype': 'float32', 'mesh.data': 1, 'mesh.fsdp': 1, 'lora.rank': 4, 'model.frozen_dtype': 'float32',
-      'optimizer.learning_rate': 5e-3, 'optimizer.warmup_steps': 2})
-  config = config_lib.build(train_preference.RewardConfig, config)
-  # One of the simulated devices, for which there is less to compile.
-  make_mesh = sharding.make_mesh
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(sharding, 'make_mesh', lambda **sizes: make_mesh(devices=jax.devices()[:1], **sizes))
-    results = train_preference.run(config, root / 'run')
-  return config, root / 'run', results
+      'num_steps': NUM_STEPS, 'checkpoint_every_steps': NUM_STEPS, 'eval_every_steps': NUM_STEPS, 'eval_comparisons': 0,
+      'layout.remat': 'none', 'layout.compute_dtype': 'float32', 'mesh.fsdp': 1, 'lora.rank': 4, 'model.frozen_dtype': 'float32',
+      'optimizer.learning_rate': 5e-3, 'optimizer.warmup_steps': 2}
+  done = subprocess.run([sys.executable, '-m', 'launch.train', '--config=configs/reward_model.py', f'--workdir={root / "run"}',
+                         *(f'--config.{key}={value}' for key, value in changes.items())],
+                        cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+  assert done.returncode == 0, done.stderr
+  config = config_lib.build(train_preference.RewardConfig, json.loads((root / 'run' / 'config.json').read_text()))
+  return config, root / 'run', done.stdout + done.stderr
 
 
 @pytest.fixture(scope='module')
@@ -73,15 +70,18 @@ def conversation(row, side):
 
 
 def test_it_is_right_and_calibrated_on_held_out_pairs(trained):
-  _, directory, results = trained
-  assert results['heldout/accuracy'] > 0.9 and {'heldout/accuracy_helpful', 'heldout/accuracy_harmless'} < set(results)
+  _, directory, written = trained
+  results = json.loads((directory / 'metrics.jsonl').read_text().splitlines()[-1])
+  assert results['heldout/accuracy'] > 0.9
   found = reward_model.read_calibrations(directory, NUM_STEPS)
   assert list(found) == ['harmless', 'helpful']
   for name, one in found.items():
     # Nobody can be right about labels that are wrong by chance, and a calibrated model knows.
     assert 0.9 < one.accuracy < 1 and one.accuracy == pytest.approx(results[f'heldout/accuracy_{name}'], abs=1e-6)
     assert one.scaled.ece_mass < 0.05 and one.scaled.brier <= one.raw.brier + 1e-3 and abs(one.length_correlation) < 0.4
-    assert results[f'heldout/ece_scaled_{name}'] == one.scaled.ece_mass and results[f'heldout/temperature_{name}'] == one.temperature
+    assert f'heldout/ece_scaled_{name} {one.scaled.ece_mass:.4f}' in written and f'{one.temperature:.3g}' in written
+  drawn = ''.join(xml.etree.ElementTree.parse(directory / 'calibration.svg').getroot().itertext())
+  assert 'harmless: ECE' in drawn and 'helpful: ECE' in drawn
   # Half of the pairs do not say which text is more harmless.
   assert 1000 < found['helpful'].pairs < 1400 and 0.3 < found['harmless'].pairs / found['helpful'].pairs < 0.7
 

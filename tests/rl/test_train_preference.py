@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from configs import dpo
-from models import chat, scalar_head, sharding, transformer
+from models import chat, heads, scalar_head, sharding, transformer
 from models import params as params_lib
 from models import tokenizer as tokenizer_lib
-from rl import batching, checkpoint, comparisons, optimizer, policy, reference_logprobs, train_preference
+from rl import batching, checkpoint, comparisons, losses_preference, losses_reward, optimizer, policy, reference_logprobs, train_preference
 from rl import config as config_lib
 from rl import learner as learner_lib
 from rl import metrics as metrics_lib
@@ -34,8 +34,8 @@ LENGTH = 64
 WORDS = tokenizer_lib.ByteTokenizer()
 DIMENSIONS = {'harmless': 2.0, 'helpful': 1.0}
 DPO = learner_lib.preference_loss(PreferenceLossConfig(beta=0.5), 8)
-KTO = learner_lib.preference_loss(PreferenceLossConfig('kto', beta=0.3, desirable_weight=1.5), 8)
-REWARD = learner_lib.reward_loss(RewardLossConfig(margin_scale=0.3, center_coef=0.01), DIMENSIONS, 8)
+KTO = PreferenceLossConfig('kto', beta=0.3, desirable_weight=1.5)
+REWARD = RewardLossConfig(margin_scale=0.3, center_coef=0.01)
 
 
 def rows(count=48, seed=0):
@@ -172,12 +172,16 @@ def setting(sizes, loss):
 
 
 def all_three(params, batch, config, layout, *, unembed_grad):
-  """DPO, KTO and a reward model at once, which compile as one program."""
-  preference, metrics = DPO(params, batch, config, layout, unembed_grad=unembed_grad)
+  """The losses of DPO, KTO and a reward model on one forward pass, which compile as one program."""
+  hidden_BTD, _ = transformer.forward(params, batch.tokens_BT, batch.positions_BT, batch.segment_ids_BT, config, layout)
+  logprobs_BT = heads.token_logprobs(hidden_BTD, transformer.unembedding(params, config), batch.targets_BT, batch.loss_weight_BT != 0,
+                                     softcap=config.final_softcap, unembed_grad=unembed_grad)
+  pairs, metrics = losses_preference.preference_loss(logprobs_BT, batch, PreferenceLossConfig(beta=0.5), 8)
   desirable_BT = jnp.where(batch.segment_ids_BT % 2 == 1, 1.0, -1.0)
-  singly, more = KTO(params, batch.replace(preferences=(desirable_BT,)), config, layout, unembed_grad=unembed_grad)
-  reward, others = REWARD(params, batch, config, layout, unembed_grad=unembed_grad)
-  return preference + 3 * singly + reward, {**metrics, **{f'kto/{key}': metric for key, metric in more.items()}, **others}
+  singly, more = losses_preference.preference_loss(logprobs_BT, batch.replace(preferences=(desirable_BT,)), KTO, 8)
+  scores = scalar_head.scores(hidden_BTD, params[scalar_head.SCALAR_HEAD], batch.segment_ids_BT != 0, layout)
+  reward, others = losses_reward.reward_loss(scores, batch, REWARD, DIMENSIONS, 8)
+  return pairs + 3 * singly + reward, {**metrics, **{f'kto/{key}': metric for key, metric in more.items()}, **others}
 
 
 MESHES = {'one device': (), 'data 2': (('data', 2),), 'seq 2': (('seq', 2),), 'data 2 seq 2 ulysses 2': (('data', 2), ('seq', 2), ('ulysses', 2))}
