@@ -100,7 +100,8 @@ def test_the_page_of_a_run_has_both_and_no_name_is_markup(tmp_path):
     for step in range(1, 4):
       board.log_step(step, {key: series.values[step - 1] for key, series in RUN.items() if series.values[step - 1] is not None}, 10, 0.0)
   plain = report_page.render(report_run.read_run(tmp_path), None, 2**20)
-  assert plain.count('<svg') == 1
+  assert plain.count('<svg') == 1 and '<template id="reliability-picture"></template>' in plain
+  assert '<template id="over-optimization-picture"><svg ' in plain and '</svg></template>' in plain
   reward_model.write_calibrations(tmp_path, 4, {HOSTILE: ONE, 'helpful': dataclasses.replace(ONE, accuracy=0.25)})
   page = report_page.render(report_run.read_run(tmp_path), None, 2**20)
   assert page.count('<svg') == 2 and page.count('<script') == 2 and '<script>alert' not in page

@@ -110,6 +110,19 @@ def test_agreement_by_hand():
   assert monitor.metrics()['drift/agreement'] == 0.5
 
 
+def test_agreement_that_falls_rings_above_chance_too():
+  monitor = Monitor(DriftConfig(window=2, fall=0.1, action='snapshot'))
+  truth, found = np.tile([1.0, 0.0], 40), []
+  for step, share in enumerate([1.0, 1.0, 0.95, 0.9, 0.7, 0.7]):
+    # The proxy orders this share of the 40 problems as the truth does.
+    proxy = np.where(np.arange(80) // 2 < 40 * share, truth, 1 - truth)
+    alarm = monitor.observe(step, proxy, truth)
+    found += [alarm] if alarm else []
+  # Windows of 97.5, 92.5 and 80 %: the first that is a tenth lower, and not by chance.
+  assert [alarm.step for alarm in found] == [4] and (found[0].test, found[0].action) == ('agreement', 'snapshot')
+  assert 'in 80% of cases over the last 2 steps' in found[0].reason and 'after 100% in the first ones' in found[0].reason
+
+
 def test_worse_than_chance_rings_without_a_past():
   monitor = Monitor(DriftConfig(window=5, min_problems=10))
   alarm = monitor.observe(7, np.tile([0.0, 1.0], 20), np.tile([1.0, 0.0], 20))
