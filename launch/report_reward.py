@@ -136,13 +136,13 @@ def _merged(points: Sequence[Point]) -> Point:
 def _reliability_panel(x: float, y: float, name: str, one: Calibration) -> Iterator[str]:
   """Yield a panel: agreement from 0 to 1 over confidence from 1/2 to 1, with the diagonal of perfect calibration."""
   top, left, width = y + _TITLE, x + _LEFT, _PANEL - _LEFT
-  yield svg.title(x, y, f'{name[:svg.MAX_LABEL]}: ECE {one.raw.ece_mass:.3f}, with a temperature of {one.temperature:.2g} '
-                        f'{one.scaled.ece_mass:.3f}')
+  yield svg.title(x, y, f'{name[:svg.MAX_LABEL]}: ECE {one.raw.ece_mass:.3f}, {one.scaled.ece_mass:.3f} at temperature '
+                        f'{one.temperature:.2g}')
   for share in (0, 0.25, 0.5, 0.75, 1):
     height = top + _PLOT * (1 - share)
     yield (f'<line x1="{left:.1f}" x2="{left + width:.1f}" y1="{height:.1f}" y2="{height:.1f}" stroke="currentColor" '
            f'stroke-opacity="{0.15 if share else 0.6}"/>' + svg.text(left - 8, height + 4, f'{share:.0%}', 'end', 0.65))
-    yield svg.text(left + width * share, top + _PLOT + 18, f'{(1 + share) / 2:.1%}', 'middle', 0.65)
+    yield svg.text(left + width * share, top + _PLOT + 18, f'{50 * (1 + share):g}%', 'middle', 0.65)
   yield svg.text(left + width / 2, top + _PLOT + 38, 'how sure the model is', 'middle', 0.65)
   yield (f'<line x1="{left:.1f}" x2="{left + width:.1f}" y1="{top + _PLOT / 2:.1f}" y2="{top:.1f}" stroke="currentColor" '
          'stroke-dasharray="5 4" stroke-opacity="0.5"/>')
