@@ -1,5 +1,8 @@
 r"""A reward model: a scalar head learns from comparisons which text is the better one (Bradley-Terry), one head for each dimension.
 
+The finished model is judged on the held-out pairs: `launch.train` prints its calibration and writes calibration.json, which normalizes its
+scores as a reward, and calibration.svg.
+
 python -m launch.train --config=configs/reward_model.py --config.model.path=MODEL --config.data.paths="('preferences.jsonl',)" \
     --workdir=runs/reward_model
 """

@@ -12,6 +12,11 @@ long texts, --output=x.json also writes x.svg: accuracy by position of the evide
         --config.domains="{'longcontext/multikey': {'options': {'num_words': (1000, 10000)}}}" \
         --config.rollout.max_length=40000 --config.length=40000
 
+A reward model is judged by pairs in JSON lines, as it is trained on: accuracy, calibration before and after a temperature, and whether it
+favors long texts, for each of its dimensions. --output=x.json also writes x.svg, agreement with people by confidence.
+
+    python -m launch.evaluate --model=runs/rm --data=pairs.jsonl
+
 With a run as --model, its newest checkpoint is taken (--step chooses another). --heldout_fraction takes the held-out split of a file that is
 also trained on, the same one that `launch.train` keeps out; 0 takes the whole file.
 """
@@ -30,18 +35,20 @@ import numpy as np
 
 from envs.tool_env import ToolEnv
 import launch
-from launch import report_evidence
+from launch import report_evidence, report_reward
 from models import chat, decode, heads, sampling, sharding, startup, transformer
-from rl import batching, monitor, rl_config, train
+from rl import batching, checkpoint, monitor, reward_model, rl_config, train
 from rl import config as config_lib
 from rl import policy as policy_lib
 from rl.curriculum import heldout_problems, make_domains
 from rl.data import tasks
+from rl.data.preferences import PreferenceFiles, Preferences
 from rl.data.records import Example
 from rl.evals import answers, evidence, runner, stats
 from rl.rollout.engine import Engine
 from rl.rollout.ledger import Ledger
 from rl.rollout.worker import Worker
+from rl.run import CHECKPOINTS
 from rl.types import Document
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'Configuration of reinforcement learning whose held-out problems to try.')
@@ -169,10 +176,35 @@ def evaluate_domains() -> tuple[dict, str]:
   return results, report_evidence.picture([(_MODEL.value, tries)], background='white')
 
 
+def is_reward_run() -> bool:
+  """Say whether --model is a run of the stage 'reward'."""
+  directory = Path(_MODEL.value) / CHECKPOINTS
+  return directory.is_dir() and checkpoint.read_host(directory, _STEP.value).config['stage'] == 'reward'
+
+
+def evaluate_reward() -> tuple[dict, str]:
+  """Judge a reward model on the pairs of --data; return the results as JSON values, and a picture."""
+  startup.check_backend()
+  mesh = sharding.make_mesh(fsdp=-1)
+  model = reward_model.load(_MODEL.value, mesh, dataclasses.replace(sharding.TRAIN, compute_dtype=_DTYPE.value), _DTYPE.value, _STEP.value)
+  dimensions = checkpoint.read_host(Path(_MODEL.value) / CHECKPOINTS, model.step).config['data']['dimensions']
+  files = PreferenceFiles(tuple(_DATA.value), dimensions, _HELDOUT.value)
+  with Preferences(files, kept_apart=True, singles=False) as data:
+    numbers = data.rows['heldout' if _HELDOUT.value else 'train'][:_LIMIT.value or None]
+    found = model.assess(data, numbers, rows=4 * mesh.shape['data'] * mesh.shape['fsdp'], length=_LENGTH.value)
+    print(f'{_MODEL.value}, step {model.step}, on {len(numbers)} pairs ({data.left_out.total()} rows left out)\n\n{report_reward.table(found)}')
+  results = {'model': _MODEL.value, 'step': model.step, 'data': _DATA.value, 'pairs': len(numbers), 'left_out': dict(data.left_out),
+             'dimensions': {name: config_lib.to_json(one) for name, one in found.items()}}
+  return results, report_reward.reliability(found, background='white')
+
+
 def main(_: list[str]) -> None:
   if (_CONFIG.value is None) == (_DATA.value is None):
     raise ValueError(f'--data={_DATA.value} and --config={_CONFIG.value and "..."}: give one of them, files or a configuration of domains.')
-  results, picture = evaluate_domains() if _CONFIG.value is not None else (evaluate(), '')
+  if _CONFIG.value is not None:
+    results, picture = evaluate_domains()
+  else:
+    results, picture = evaluate_reward() if is_reward_run() else (evaluate(), '')
   if _OUTPUT.value:
     path = Path(_OUTPUT.value)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -65,7 +65,7 @@ function whisker(rate) {
 }
 
 function showResults() {
-  if (!data.rows.length && curve('heldout/loss_nats')) return;  // A supervised run, whose curves say it.
+  if (!data.rows.length && (curve('heldout/loss_nats') || curve('heldout/loss'))) return;  // An offline run, whose curves say it.
   const node = section('results', 'Before and after');
   if (!data.rows.length) {
     node.append(el('p', {}, 'This run has no evaluations on held-out problems.'));
@@ -99,6 +99,13 @@ function showEvidence() {
   section('evidence', 'Long texts').append(
     el('p', {class: 'muted'}, 'Share of held-out problems solved, by where in the text their evidence lies and by its length. A problem counts ',
       'once at each position where a piece of its evidence lies.'), el('div', {class: 'panel scroll'}, drawing));
+}
+
+// Drawn by launch/report_reward.py.
+function showRewards() {
+  const pictures = ['over-optimization', 'reliability'].map((name) => document.getElementById(`${name}-picture`).content)
+    .filter((drawing) => drawing.childElementCount);
+  if (pictures.length) section('rewards', 'Rewards').append(...pictures.map((drawing) => el('div', {class: 'panel scroll'}, drawing)));
 }
 
 // Outcomes and ledger.

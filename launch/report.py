@@ -16,7 +16,8 @@ import sys
 from absl import flags
 
 import launch
-from launch import report_page, report_run, report_text
+from launch import report_page, report_reward, report_run, report_text
+from rl import reward_model
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.')
 _BASELINE = flags.DEFINE_string('baseline', None, 'Evaluation of another model, as launch.evaluate --output writes it.')
@@ -33,7 +34,9 @@ def main(_: list[str]) -> None:
   output = Path(_OUTPUT.value or run.directory / 'report.html')
   page = report_page.render(run, baseline, int(_MAX_MIB.value * 2**20))
   shown = report_text.transcripts(run, _TRANSCRIPTS.value, min(shutil.get_terminal_size().columns, 100))
-  print('\n\n'.join(part for part in (report_text.results(run, baseline), shown) if part))
+  calibrations = reward_model.read_calibrations(run.directory)
+  judged = report_reward.table(calibrations) if calibrations else ''
+  print('\n\n'.join(part for part in (report_text.results(run, baseline), judged, shown) if part))
   output.parent.mkdir(parents=True, exist_ok=True)
   output.write_text(page, encoding='utf-8')
   print(f'\nPage: {output} ({len(page) / 2**20:.1f} MiB); open it in a browser.')

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
-from xml.sax.saxutils import escape, quoteattr
 
-from launch.report_text import visible
+from launch import svg
 from rl.evals import evidence
 from rl.evals.evidence import NUM_BINS, Try
 from rl.evals.stats import Rate
@@ -19,9 +18,6 @@ _PANEL = (_WIDTH - _GAP) / 2
 _PLOT_HEIGHT, _ROW = 210, 24
 _TOP, _TITLE = 24, 34  # Of the legend, and of a panel's title.
 _LEFT, _LEFT_OF_DOMAINS = 52, 200  # Room for labels.
-_COLORS = ('#2f7fd6', '#d9661c', '#2a9d63')
-_MAX_LABEL = 30  # Characters.
-_FONT = 'font-family="system-ui, sans-serif" font-size="12"'
 
 
 class _Series(NamedTuple):
@@ -43,13 +39,13 @@ def picture(evaluations: Sequence[tuple[str, Sequence[Try]]], background: str | 
   tries = evaluations[-1][1]
   lengths = sorted({one.evidence.num_words for _, some in evaluations for one in some})
   domains = sorted({one.domain for one in tries})
-  colors = [_COLORS[number % len(_COLORS)] for number in range(len(evaluations))]
+  colors = [svg.COLORS[number % len(svg.COLORS)] for number in range(len(evaluations))]
   at = {words: (place + 0.5) / len(lengths) for place, words in enumerate(lengths)}
   positions = [_Series(color, [((place + 0.5) / NUM_BINS, rate) for place, rate in evidence.by_position(some).items()])
                for color, (_, some) in zip(colors, evaluations, strict=True)]
   by_length = [_Series(color, [(at[words], rate) for words, rate in evidence.by_length(some).items()])
                for color, (_, some) in zip(colors, evaluations, strict=True)]
-  of_last = f' ({evaluations[-1][0][:_MAX_LABEL]})' if len(evaluations) > 1 else ''
+  of_last = f' ({evaluations[-1][0][:svg.MAX_LABEL]})' if len(evaluations) > 1 else ''
   cells = evidence.by_length_and_position(tries)
   rows = [(_short(words), [cells.get((words, place)) for place in range(NUM_BINS)]) for words in lengths]
   by_domain = evidence.by_domain_and_length(tries)
@@ -58,73 +54,50 @@ def picture(evaluations: Sequence[tuple[str, Sequence[Try]]], background: str | 
   height = second + _TITLE + _ROW * max(len(rows), len(domain_rows)) + 30
   right = _PANEL + _GAP
   parts = [
-      *_legend([name for name, _ in evaluations], colors),
+      *svg.legend([name for name, _ in evaluations], colors), svg.text(_WIDTH, 15, 'bars: 95 % intervals', 'end', 0.65),
       *_plot(0, _TOP, 'Solved, by position of the evidence', positions, {0.0: 'start', 0.5: 'middle of the text', 1.0: 'end'}),
       *_plot(right, _TOP, 'Solved, by words of the text', by_length, {at[words]: _short(words) for words in lengths}),
       *_table(0, second, f'Percent solved, by words and position{of_last}', rows, [f'{place / NUM_BINS:g}' for place in range(NUM_BINS)], _LEFT),
       *_table(right, second, f'Percent solved, by domain and words{of_last}', domain_rows, [_short(words) for words in lengths],
               _LEFT_OF_DOMAINS)]
-  back = f'<rect width="100%" height="100%" fill={quoteattr(background)}/>' if background else ''
-  return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-12 0 {_WIDTH + 24} {height:.0f}" width="{_WIDTH + 24}" {_FONT} '
-          f'fill="currentColor" role="img" aria-label="Accuracy by position of the evidence and by length">{back}{"".join(parts)}</svg>')
-
-
-def _legend(names: Sequence[str], colors: Sequence[str]) -> Iterator[str]:
-  x = 0.0
-  for name, color in zip(names, colors, strict=True):
-    yield f'<rect x="{x:.0f}" y="6" width="10" height="10" fill="{color}"/>' + _text(x + 16, 15, name)
-    x += 44 + 7 * min(len(visible(name)), _MAX_LABEL)
-  yield _text(_WIDTH, 15, 'bars: 95 % intervals', 'end', 0.65)
+  return svg.frame(_WIDTH, height, 'Accuracy by position of the evidence and by length', parts, background)
 
 
 def _plot(x: float, y: float, title: str, series: Sequence[_Series], labels: Mapping[float, str]) -> Iterator[str]:
   """Yield a panel of lines with intervals over [0, 1]; `labels` stand below the axis."""
   top, left, width = y + _TITLE, x + _LEFT, _PANEL - _LEFT
-  yield _title(x, y, title)
+  yield svg.title(x, y, title)
   for share in (0, 0.25, 0.5, 0.75, 1):
     height = top + _PLOT_HEIGHT * (1 - share)
     yield (f'<line x1="{left:.1f}" x2="{left + width:.1f}" y1="{height:.1f}" y2="{height:.1f}" stroke="currentColor" '
-           f'stroke-opacity="{0.15 if share else 0.6}"/>' + _text(left - 8, height + 4, f'{share:.0%}', 'end', 0.65))
+           f'stroke-opacity="{0.15 if share else 0.6}"/>' + svg.text(left - 8, height + 4, f'{share:.0%}', 'end', 0.65))
   for place, label in labels.items():
     anchor = 'start' if place == 0 else 'end' if place == 1 else 'middle'
-    yield _text(left + width * place, top + _PLOT_HEIGHT + 18, label, anchor, 0.65)
+    yield svg.text(left + width * place, top + _PLOT_HEIGHT + 18, label, anchor, 0.65)
   for number, (color, points) in enumerate(series):
     # Side by side, so that intervals do not hide each other.
     shift = 5 * (number - (len(series) - 1) / 2)
     places = [(left + width * place + shift, *(top + _PLOT_HEIGHT * (1 - share) for share in rate.estimate), rate) for place, rate in points]
-    yield f'<polyline fill="none" stroke="{color}" stroke-width="2" points="{" ".join(f"{a:.1f},{b:.1f}" for a, b, *_ in places)}"/>'
+    yield svg.line([(a, b) for a, b, *_ in places], color)
     for a, b, low, high, rate in places:
-      yield (f'<g><title>{_told(rate)}</title><line x1="{a:.1f}" x2="{a:.1f}" y1="{low:.1f}" y2="{high:.1f}" stroke="{color}" '
-             f'stroke-width="3" stroke-opacity="0.4"/><circle cx="{a:.1f}" cy="{b:.1f}" r="3.5" fill="{color}"/></g>')
+      yield svg.told(_told(rate), [svg.interval(a, low, high, color), f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3.5" fill="{color}"/>'])
 
 
 def _table(x: float, y: float, title: str, rows: Sequence[tuple[str, Sequence[Rate | None]]], columns: Sequence[Hashable],
            left: float) -> Iterator[str]:
   """Yield a panel of rates, darker where higher."""
   top, width = y + _TITLE, (_PANEL - left) / len(columns)
-  yield _title(x, y, title)
+  yield svg.title(x, y, title)
   for row, (label, rates) in enumerate(rows):
-    yield _text(x + left - 8, top + _ROW * row + 16, label, 'end')
+    yield svg.text(x + left - 8, top + _ROW * row + 16, label, 'end')
     for column, rate in enumerate(rates):
       if rate is not None:
         a, b, share = x + left + width * column, top + _ROW * row, rate.estimate.value
-        yield (f'<g><title>{_told(rate)}</title><rect x="{a:.1f}" y="{b}" width="{width - 1:.1f}" height="{_ROW - 1}" fill="{_COLORS[0]}" '
-               f'fill-opacity="{0.05 + 0.7 * share:.2f}"/>' + _text(a + width / 2, b + 16, f'{100 * share:.0f}', 'middle') + '</g>')
+        cell = (f'<rect x="{a:.1f}" y="{b}" width="{width - 1:.1f}" height="{_ROW - 1}" fill="{svg.COLORS[0]}" '
+                f'fill-opacity="{0.05 + 0.7 * share:.2f}"/>')
+        yield svg.told(_told(rate), [cell, svg.text(a + width / 2, b + 16, f'{100 * share:.0f}', 'middle')])
   for column, label in enumerate(columns):
-    yield _text(x + left + width * (column + 0.5), top + _ROW * len(rows) + 14, str(label), 'middle', 0.65)
-
-
-def _title(x: float, y: float, text: str) -> str:
-  return f'<text x="{x:.1f}" y="{y + 20:.1f}" font-weight="600" font-size="14">{escape(visible(text))}</text>'
-
-
-def _text(x: float, y: float, text: str, anchor: str = 'start', opacity: float = 1) -> str:
-  return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill-opacity="{opacity}">{_safe(text)}</text>'
-
-
-def _safe(text: str) -> str:
-  text = visible(text)
-  return escape(text if len(text) <= _MAX_LABEL + 1 else text[:_MAX_LABEL] + '\u2026')
+    yield svg.text(x + left + width * (column + 0.5), top + _ROW * len(rows) + 14, str(label), 'middle', 0.65)
 
 
 def _short(words: int) -> str:

@@ -16,9 +16,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from launch import report_evidence, report_run
+from launch import report_evidence, report_reward, report_run
 from launch.report_run import Change, Episode, EpisodeLog, Evaluation, Rate, Row, Run, Series
-from rl import monitor
+from rl import monitor, reward_model
 
 _HERE = Path(__file__).parent
 _TEMPLATE, _SCRIPTS = 'report.html', ('report.js', 'report_curves.js', 'report_episodes.js')
@@ -54,9 +54,13 @@ def render(run: Run, baseline: Evaluation | None, max_episode_bytes: int) -> str
       'highlights': _highlights(run, episodes), 'episodes': episodes}
   script = '\n'.join((_HERE / name).read_text(encoding='utf-8') for name in _SCRIPTS)
   page = (_HERE / _TEMPLATE).read_text(encoding='utf-8').replace('{{script}}', script)
-  drawing = report_evidence.picture([(evaluation.name, evaluation.tries()) for evaluation in ends])
+  drawings = {'evidence': report_evidence.picture([(evaluation.name, evaluation.tries()) for evaluation in ends]),
+              'reliability': report_reward.reliability(reward_model.read_calibrations(run.directory) or {}),
+              'over_optimization': report_reward.over_optimization(run.metrics)}
   head, _, tail = page.partition('{{data}}')
-  return head.replace('{{evidence}}', drawing) + embed(data) + tail
+  for name, drawing in drawings.items():
+    head = head.replace(f'{{{{{name}}}}}', drawing)
+  return head + embed(data) + tail
 
 
 def embed(data: Any) -> str:

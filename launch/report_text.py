@@ -27,7 +27,7 @@ def results(run: Run, baseline: Evaluation | None) -> str:
     known = [(step, value) for step, value in zip(losses.steps, losses.values, strict=True) if value is not None]
     ends = known[:1] + known[1:][-1:]
     parts += ['Held-out loss:', grid([['', 'nats/token'], *([f'step {step}', f'{value:.4f}'] for step, value in ends)])]
-  elif not evaluations:
+  elif not evaluations and 'heldout/loss' not in run.metrics:
     parts.append('The run has no evaluations on held-out problems.')
   return '\n\n'.join(parts)
 

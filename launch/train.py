@@ -14,10 +14,10 @@ from absl import flags
 from ml_collections import config_flags
 
 import launch
-from launch import report_run, report_text
+from launch import report_reward, report_run, report_text
 from models import startup
 from rl import config as config_lib
-from rl import rl_config, train, train_preference, train_rl
+from rl import reward_model, rl_config, train, train_preference, train_rl
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'File with get_config(); fields are flags of their own.')
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run: checkpoints, metrics, resolved config.')
@@ -39,6 +39,9 @@ def main(_: list[str]) -> None:
   if stage == 'rl' and config.eval.every_steps:
     done = report_run.read_run(_WORKDIR.value)
     print(report_text.results(done, None), report_text.transcripts(done, 2, 100), sep='\n\n')
+  if stage == 'reward' and (calibrations := reward_model.read_calibrations(_WORKDIR.value)):
+    report_reward.write_picture(_WORKDIR.value, calibrations)
+    print(report_reward.table(calibrations))
   _LOG.info('Finished; checkpoints and metrics are in %s. %s', _WORKDIR.value,
             '  '.join(f'{name} {value:.4f}' for name, value in results.items()))
 

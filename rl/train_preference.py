@@ -22,12 +22,10 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh
 
-from models import chat, scalar_head, sharding, weight_files
-from models import params as params_lib
+from models import chat, sharding, weight_files
 from models import tokenizer as tokenizer_lib
 from models.config import ModelConfig
-from models.sharding import Layout
-from rl import batching, comparisons, losses_preference, offline, optimizer
+from rl import batching, checkpoint, comparisons, losses_preference, offline, optimizer, reward_model
 from rl import learner as learner_lib
 from rl import metrics as metrics_lib
 from rl import run as run_lib
@@ -44,8 +42,6 @@ from rl.types import Batch, Params
 
 _LOG = logging.getLogger(__name__)
 REFERENCE = 'reference_logprobs'
-# Of a reward model whose data keep no dimensions apart.
-OVERALL = {'overall': 1.0}
 _FREE_ON_RESUME = ('num_steps', 'checkpoint_every_steps', 'checkpoints_kept', 'eval_every_steps', 'eval_comparisons', 'cpu_devices', 'mesh.',
                    'layout.')
 
@@ -114,10 +110,36 @@ class RewardConfig(_Config):
 
 
 def run(config: PreferenceConfig | RewardConfig, workdir: str | Path) -> dict[str, float]:
-  """Train to `num_steps`, from the newest checkpoint in `workdir` if there is one; return the last evaluation; raises as `offline.run`."""
+  """Train to `num_steps`, from the newest checkpoint in `workdir` if there is one; return the last evaluation; raises as `offline.run`.
+
+  A reward model is then judged on the held-out pairs that `eval_comparisons` allows, if the run evaluates at all.
+  """
   defaults = type(config)(model=ModelSource(config.model.path), data=DataConfig(config.data.paths), num_steps=config.num_steps)
   with contextlib.ExitStack() as stack:
-    return offline.run(config, lambda: make_stage(config, stack), workdir, defaults=defaults, free_on_resume=_FREE_ON_RESUME)
+    results = offline.run(config, lambda: make_stage(config, stack), workdir, defaults=defaults, free_on_resume=_FREE_ON_RESUME)
+  if config.stage == 'reward' and config.eval_every_steps:
+    results = results | judge(config, Path(workdir))
+  return results
+
+
+def judge(config: RewardConfig, workdir: Path) -> dict[str, float]:
+  """Write what held-out pairs say of a finished run's reward model, loaded as it will be used; return the main numbers.
+
+  A run that was stopped early, or is judged already, is left as it is.
+  """
+  step = checkpoint.committed_steps(workdir / run_lib.CHECKPOINTS)[-1]
+  if step != config.num_steps or reward_model.read_calibrations(workdir, step) is not None:
+    return {}
+  mesh = sharding.make_mesh(**vars(config.mesh))
+  layout = run_lib.lay_out(config.layout, weight_files.read_config(config.model.path), mesh)
+  model = reward_model.load(workdir, mesh, layout, config.layout.compute_dtype, step)
+  with Preferences(config.data, kept_apart=True, singles=False) as data:
+    numbers = data.rows['heldout'][:config.eval_comparisons or None]
+    found = model.assess(data, numbers, rows=config.data.rows, length=config.data.length)
+  reward_model.write_calibrations(workdir, step, found)
+  return {f'heldout/{key}_{name}': value for name, one in found.items() for key, value in (
+      ('brier', one.raw.brier), ('ece', one.raw.ece_mass), ('ece_scaled', one.scaled.ece_mass), ('temperature', one.temperature),
+      ('length_correlation', one.length_correlation))}
 
 
 def make_stage(config: PreferenceConfig | RewardConfig, stack: contextlib.ExitStack) -> tuple[ComparisonStage, Params]:
@@ -142,9 +164,9 @@ def make_stage(config: PreferenceConfig | RewardConfig, stack: contextlib.ExitSt
   batching.host_rows(place, config.data.rows)
   model, trainable, frozen = run_lib.load_trainable(config.model, config.lora, config.seed, mesh, layout)
   if is_reward:
-    dimensions = config.data.dimensions or OVERALL
+    dimensions = config.data.dimensions or reward_model.OVERALL
     loss = learner_lib.reward_loss(config.loss, dimensions, config.data.max_segments)
-    trainable, frozen = with_head(trainable, frozen, model, len(dimensions), mesh, layout)
+    trainable, frozen = reward_model.with_head(trainable, frozen, model, len(dimensions), mesh, layout)
   else:
     loss = learner_lib.preference_loss(config.loss, config.data.max_segments)
   learner = learner_lib.build(
@@ -153,13 +175,6 @@ def make_stage(config: PreferenceConfig | RewardConfig, stack: contextlib.ExitSt
   encode = Encoder(data, tokenizer, chat.TEMPLATES[config.model.chat_template], config.data.length, config.data.overlong, singly)
   lineage = {'model': run_lib.model_fingerprint(config.model.path), 'tokenizer': tokenizer.fingerprint, 'data': data.fingerprint}
   return ComparisonStage(config, model, mesh, place, learner, frozen, lineage, encode), trainable
-
-
-def with_head(trainable: Params, frozen: Params, model: ModelConfig, num_scores: int, mesh: Mesh, layout: Layout) -> tuple[Params, Params]:
-  """Return (trainable, frozen) with a fresh scalar head, which is trained."""
-  name = scalar_head.SCALAR_HEAD
-  head = params_lib.init(scalar_head.declare(model, num_scores), 0, mesh, layout)
-  return {**trainable, name: head}, {**frozen, name: jax.tree.map(lambda _: None, head)}
 
 
 @dataclass

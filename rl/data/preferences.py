@@ -9,8 +9,8 @@
 A reply is a text, or a list of messages that go on with the assistant's. Other keys are ignored.
 
 The files are read once, row by row, when `Preferences` is made: it keeps where each row lies, and reads rows when they are asked for, in any
-order. A row that is no such object at all is an error. One that teaches nothing (a side missing or blank, two equal replies, dimensions that
-cancel each other) is left out, and counted by why; or it is an error too, as the configuration says.
+order. A row that is no such object at all is an error. One that teaches nothing (a side missing or blank, two equal replies, a label that is
+NaN, dimensions that cancel each other) is left out, and counted by why; or it is an error too, as the configuration says.
 
 Held out are whole prompts, chosen by their content: no prompt is on both sides. Deliberately absent: mixing of several sources by rate,
 compressed files (a row must be reachable by its place), and tokens.
@@ -19,7 +19,7 @@ compressed files (a row must be reachable by its place), and tokens.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 import functools
 import hashlib
@@ -165,6 +165,12 @@ class Preferences:
         found[rows[index]] = following
     return found
 
+  @functools.cached_property
+  def is_second_half(self) -> np.ndarray:
+    """For each row whether its prompt is in the second of two halves, which are chosen by content and have nothing to do with the splits."""
+    # The splits look at the first bits of the same hash.
+    return self._prompts.view(np.uint8).reshape(-1, 8)[:, -1] % 2 == 1
+
   def close(self) -> None:
     """Close the files."""
     while self._files:
@@ -219,6 +225,8 @@ def parse(line: bytes, source: str) -> _Row | str:
   sides = ('chosen', 'rejected') if is_pair else ('completion',)
   if any(_is_missing(row.get(side)) for side in sides) or (is_single and row.get('label') is None):
     return 'a side is missing'
+  if any(isinstance(label, float) and not math.isfinite(label) for label in (row.get('label'), *_values(row.get('dimensions')))):
+    return 'a label is not a finite number'
   if is_single and not isinstance(row['label'], bool):
     raise ValueError(f'{source}: label={row["label"]!r} must be true or false.')
   prompt = [{'role': 'user', 'content': row['prompt']}] if 'prompt' in row else row['messages']
@@ -244,12 +252,15 @@ def _conversation(prompt: list, reply: Any, source: str) -> tuple[Message, ...]:
   return messages
 
 
+def _values(dimensions: Any) -> Iterable[Any]:
+  return dimensions.values() if isinstance(dimensions, dict) else ()
+
+
 def _dimensions(value: Any, source: str) -> dict[str, float] | None:
   if value is None:
     return None
-  if not isinstance(value, dict) or not all(
-      isinstance(score, (int, float)) and not isinstance(score, bool) and math.isfinite(score) for score in value.values()):
-    raise ValueError(f'{source}: dimensions={value!r} must be an object of finite numbers, such as {{"helpful": 1, "harmless": -0.5}}.')
+  if not isinstance(value, dict) or not all(isinstance(score, (int, float)) and not isinstance(score, bool) for score in value.values()):
+    raise ValueError(f'{source}: dimensions={value!r} must be an object of numbers, such as {{"helpful": 1, "harmless": -0.5}}.')
   return value
 
 

@@ -24,8 +24,10 @@ class Estimate(NamedTuple):
     return f'{self.value:.4f} [{self.low:.4f}, {self.high:.4f}]'
 
 
-def proportion(successes: int, trials: int) -> Estimate:
+def proportion(successes: float, trials: int) -> Estimate:
   """Estimate a success rate with Wilson's score interval (JASA 22, 1927), which is right near 0 and 1 too.
+
+  With trials that succeed in part, by at most 1 each, the interval is wider than need be.
 
   Raises:
     ValueError: no trials, or more successes than trials.

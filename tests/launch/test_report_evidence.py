@@ -116,7 +116,7 @@ def test_the_page_of_a_run_shows_it(tmp_path):
   assert found.inside.count('svg') == 1 and found.inside.count('polyline') == 4 and 'script' not in found.inside
   assert 'svg' not in found.outside and found.outside.count('script') == 2
   none = write_run(tmp_path / 'short', [None])
-  assert Template(report_page.render(none, None, 2**20)).inside == ['template']
+  assert set(Template(report_page.render(none, None, 2**20)).inside) == {'template'}
   assert report_run.ends_of(none, None)[0].tries() == []
 
 

@@ -62,6 +62,9 @@ BAD = [
     ({'prompt': 'x', 'completion': 'a'}, 'a side is missing'),
     ({'prompt': 'x', 'chosen': 'a', 'rejected': 'a'}, 'the replies are equal'),
     ({'prompt': 'x', 'chosen': 'a', 'rejected': [{'role': 'assistant', 'content': 'a'}]}, 'the replies are equal'),
+    ({**PAIR, 'dimensions': {'helpful': float('nan'), 'harmless': 1.0}}, 'a label is not a finite number'),
+    ({**PAIR, 'dimensions': {'helpful': -float('inf')}}, 'a label is not a finite number'),
+    ({'prompt': 'x', 'completion': 'a', 'label': float('nan')}, 'a label is not a finite number'),
 ]
 
 
@@ -84,8 +87,7 @@ def test_rows_that_teach_nothing_are_counted_or_an_error(tmp_path):
     ({'messages': 'x', 'chosen': 'a', 'rejected': 'b'}, '"messages" must be a list of messages, got str'),
     ({'prompt': 'x', 'chosen': 'a', 'rejected': [{'role': 'user', 'content': 'b'}, {'role': 'assistant', 'content': 'b'}]},
      "row 2, rejected: the reply begins with role 'user'"),
-    ({**PAIR, 'dimensions': {'helpful': True}}, "dimensions={'helpful': True} must be an object of finite numbers"),
-    ('{"prompt": "x", "chosen": "a", "rejected": "b", "dimensions": {"helpful": NaN}}', 'must be an object of finite numbers'),
+    ({**PAIR, 'dimensions': {'helpful': True}}, "dimensions={'helpful': True} must be an object of numbers"),
     ({'prompt': 'x', 'completion': 'a', 'label': 1}, 'label=1 must be true or false'),
     ({'prompt': 'x', 'completion': 'a', 'label': True}, 'has one reply and a label, and this loss compares two'),
 ])
@@ -138,6 +140,16 @@ def test_the_other_prompt_is_another_one_of_the_same_split(tmp_path):
     assert data.other_prompts[last] == data.rows['train'][0]
   with load(tmp_path, [PAIR, PAIR]) as data:
     np.testing.assert_array_equal(data.other_prompts, [-1, -1])
+
+
+def test_halves_are_of_prompts_and_cross_the_splits(tmp_path):
+  with load(tmp_path, many(600), heldout_fraction=0.5) as data:
+    halves = data.is_second_half.reshape(-1, 3)
+    assert (halves == halves[:, :1]).all() and 70 < halves[:, 0].sum() < 130
+    for rows in data.rows.values():
+      assert 0.35 < data.is_second_half[rows].mean() < 0.65
+  with load(tmp_path, many(600)[::-1], heldout_fraction=0.5) as data:
+    np.testing.assert_array_equal(data.is_second_half.reshape(-1, 3), halves[::-1])
 
 
 def test_a_file_that_changes_is_noticed(tmp_path):

@@ -276,6 +276,22 @@ def test_values_by_hand():
   assert loss == pytest.approx(0.5 * np.log(1.5) + np.log(2))
 
 
+def test_a_lead_by_hand():
+  def loss(chosen, rejected, preference, **settings):
+    segments = jnp.array([[1, 1, 2, 2]])
+    batch = Batch(segments, segments, jnp.array([[0, 1, 0, 1]]), segments, jnp.array([[0.5, 0, 0.5, 0]]),
+                  preferences=(jnp.full((1, 4), preference, jnp.float32),))
+    # Only the score at the last token is read.
+    return float(losses_reward.reward_loss((jnp.array([[9.0, chosen, 9.0, rejected]]),), batch, RewardLossConfig(**settings), {'all': 3.0}, 2)[0])
+
+  assert loss(5.0, 5.0, 1.0) == pytest.approx(np.log(2))
+  # A lead of ln 3 is a chance of 3/4; where the rejected text is the better one, of 1/4.
+  assert loss(np.log(3), 0.0, 1.0) == pytest.approx(np.log(4 / 3)) and loss(np.log(3), 0.0, -1.0) == pytest.approx(np.log(4))
+  # Two units of preference ask for a lead of ln 3 more.
+  assert loss(np.log(3), 0.0, 2.0, margin_scale=np.log(3) / 2) == pytest.approx(np.log(2))
+  assert loss(1.0, 2.0, 0.0) == 0 and loss(1.0, -3.0, 1.0, center_coef=0.5) == pytest.approx(np.log1p(np.exp(-4)) + 0.5 * 4)
+
+
 def test_a_long_text_loses_no_digits():
   # 4096 tokens of -9 nats each, 1e-3 above the reference; summed first, float32 would know the difference of about 4 to 2e-3.
   size = 4096

@@ -10,18 +10,18 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import dpo, reward_model
-from models import chat, scalar_head, sharding, transformer
+from configs import dpo
+from models import chat, heads, scalar_head, sharding, transformer
 from models import params as params_lib
 from models import tokenizer as tokenizer_lib
-from rl import batching, checkpoint, comparisons, optimizer, policy, reference_logprobs, train_preference
+from rl import batching, checkpoint, comparisons, losses_preference, losses_reward, optimizer, policy, reference_logprobs, train_preference
 from rl import config as config_lib
 from rl import learner as learner_lib
 from rl import metrics as metrics_lib
-from rl import reward_model as reward_model_lib
 from rl.data.preferences import PreferenceFiles, Preferences
 from rl.losses_preference import PreferenceLossConfig
 from rl.losses_reward import RewardLossConfig
@@ -34,7 +34,8 @@ LENGTH = 64
 WORDS = tokenizer_lib.ByteTokenizer()
 DIMENSIONS = {'harmless': 2.0, 'helpful': 1.0}
 DPO = learner_lib.preference_loss(PreferenceLossConfig(beta=0.5), 8)
-REWARD = learner_lib.reward_loss(RewardLossConfig(margin_scale=0.3, center_coef=0.01), DIMENSIONS, 8)
+KTO = PreferenceLossConfig('kto', beta=0.3, desirable_weight=1.5)
+REWARD = RewardLossConfig(margin_scale=0.3, center_coef=0.01)
 
 
 def rows(count=48, seed=0):
@@ -170,42 +171,71 @@ def setting(sizes, loss):
   return batching.Place.of(layout, mesh), learner, *params_lib.split(params, lambda _: True)
 
 
-def both(params, batch, config, layout, *, unembed_grad):
-  """DPO and a reward model at once, which compile as one program."""
-  preference, metrics = DPO(params, batch, config, layout, unembed_grad=unembed_grad)
-  reward, more = REWARD(params, batch, config, layout, unembed_grad=unembed_grad)
-  return preference + reward, {**metrics, **more}
+def all_three(params, batch, config, layout, *, unembed_grad):
+  """The losses of DPO, KTO and a reward model on one forward pass, which compile as one program."""
+  hidden_BTD, _ = transformer.forward(params, batch.tokens_BT, batch.positions_BT, batch.segment_ids_BT, config, layout)
+  logprobs_BT = heads.token_logprobs(hidden_BTD, transformer.unembedding(params, config), batch.targets_BT, batch.loss_weight_BT != 0,
+                                     softcap=config.final_softcap, unembed_grad=unembed_grad)
+  pairs, metrics = losses_preference.preference_loss(logprobs_BT, batch, PreferenceLossConfig(beta=0.5), 8)
+  desirable_BT = jnp.where(batch.segment_ids_BT % 2 == 1, 1.0, -1.0)
+  singly, more = losses_preference.preference_loss(logprobs_BT, batch.replace(preferences=(desirable_BT,)), KTO, 8)
+  scores = scalar_head.scores(hidden_BTD, params[scalar_head.SCALAR_HEAD], batch.segment_ids_BT != 0, layout)
+  reward, others = losses_reward.reward_loss(scores, batch, REWARD, DIMENSIONS, 8)
+  return pairs + 3 * singly + reward, {**metrics, **{f'kto/{key}': metric for key, metric in more.items()}, **others}
+
+
+MESHES = {'one device': (), 'data 2': (('data', 2),), 'seq 2': (('seq', 2),), 'data 2 seq 2 ulysses 2': (('data', 2), ('seq', 2), ('ulysses', 2))}
+# Rows of a step: the comparisons in each, of which a micro-batch has four rows.
+SPLITS = {f'{count} micro-batches, {name}': rows for count, cases in {
+    1: ([[0, 1], [], [2, 3], []], [[0], [1], [2], [3]]), 2: ([[], [2, 3], [], [], [], [], [0, 1], []], [[0], [], [1], [], [], [2], [3], []]),
+    4: ([[0, 1]] + [[]] * 7 + [[2, 3]] + [[]] * 7, [[3], [], [], []] + [[2], [], [], []] + [[], [1], [], []] + [[], [], [], [0]])}.items()
+    for name, rows in zip(('packed', 'one a row'), cases, strict=True)}
 
 
 def step_gradient(sizes, assignment, encoders):
-  place, learner, trainable, frozen = setting(sizes, both)
+  """The gradient of a step of four comparisons and its metrics, with the reference point of the same texts."""
+  place, learner, trainable, frozen = setting(sizes, all_three)
   encode, rng = encoders['pairs'], np.random.default_rng(1)
 
   def with_reference(document):
-    return dataclasses.replace(document, per_token={'reference_logprobs': rng.normal(-5, 1, document.tokens_T.shape).astype(np.float32)})
+    return dataclasses.replace(document, per_token={'reference_logprobs': rng.normal(-6.5, 1, document.tokens_T.shape).astype(np.float32)})
 
-  texts = [encode(int(row)) for row in encode.data.rows['train'][:7]]
+  numbers = [int(row) for row in encode.data.rows['train'][:4]]
+  texts = [encode(row) for row in numbers]
   texts = [dataclasses.replace(item, documents=tuple(map(with_reference, item.documents))) for item in texts]
-  step = comparisons.lay_out(comparisons.Plan(tuple(texts), assignment, 7, 0), rows=2, length=LENGTH, host_rows=slice(0, 2), mean=True)
+  step = comparisons.lay_out(comparisons.Plan(tuple(texts), assignment, 4, 0), rows=4, length=LENGTH, host_rows=slice(0, 4), mean=True)
+  others = [with_reference(encoders['singly'](row).mismatched) for row in numbers]
+  rows = [[others[index] for index in row] for row in assignment]
+  others = [batching.to_global(batching.pack_rows(rows[start:start + 4], LENGTH, denominator=1, aggregation='token_sum'), place)
+            for start in range(0, len(rows), 4) if any(rows[start:start + 4])]
+  logprobs = [learner.score(trainable, frozen, other).logprobs_BT for other in others]
+  with jax.set_mesh(place.sharding.mesh):
+    point = train_preference._reference_point(logprobs, others, len(texts))
   total, metrics = None, None
   for batch in step.batches:
-    grads, more = learner.gradient(trainable, frozen, batching.to_global(batch, place))
+    grads, more = learner.gradient(trainable, frozen, batching.to_global(batch, place).replace(reference_point=point))
     total = grads if total is None else learner.accumulate(total, grads)
     metrics = more if metrics is None else metrics_lib.merge(metrics, more)
-  return jax.tree.map(np.asarray, total), metrics_lib.compute(metrics)
+  return jax.tree.map(np.asarray, total), {**metrics_lib.compute(metrics), 'kto/point': float(point)}
 
 
-def test_gradient_is_the_same_however_a_step_is_split(encoders):
-  wanted, wanted_metrics = step_gradient((), [[0, 1], [2], [3, 4], [5, 6]], encoders)
-  unpacked = [[], [6, 0], [1, 2], [3], [4], [5], [], []]
-  for sizes, assignment in (((), unpacked), ((('seq', 2), ('ulysses', 2)), [[0, 1], [2], [3, 4], [5, 6]])):
-    grads, metrics = step_gradient(sizes, assignment, encoders)
-    for name, leaf in params_lib.named_leaves(jax.tree.map(np.subtract, grads, wanted)):
-      whole = wanted[scalar_head.SCALAR_HEAD] if name.startswith(scalar_head.SCALAR_HEAD) else wanted
-      assert np.linalg.norm(leaf) < 2e-6 * np.sqrt(sum(np.sum(np.square(part)) for part in jax.tree.leaves(whole))), (sizes, name)
+@pytest.fixture(scope='module')
+def wanted_step(encoders):
+  return step_gradient((), SPLITS['1 micro-batches, packed'], encoders)
+
+
+@pytest.mark.parametrize('mesh_name', MESHES)
+def test_gradient_is_the_same_however_a_step_is_split(mesh_name, encoders, wanted_step):
+  wanted, wanted_metrics = wanted_step
+  assert len(SPLITS) == 6 and wanted_metrics['kto/point'] > 0
+  for name, assignment in SPLITS.items():
+    grads, metrics = step_gradient(MESHES[mesh_name], assignment, encoders)
+    for leaf_name, leaf in params_lib.named_leaves(jax.tree.map(np.subtract, grads, wanted)):
+      whole = wanted[scalar_head.SCALAR_HEAD] if leaf_name.startswith(scalar_head.SCALAR_HEAD) else wanted
+      assert np.linalg.norm(leaf) < 2e-6 * np.sqrt(sum(np.sum(np.square(part)) for part in jax.tree.leaves(whole))), (name, leaf_name)
     assert metrics.keys() == wanted_metrics.keys()
     for key, value in wanted_metrics.items():
-      assert metrics[key] == pytest.approx(value, rel=1e-5, abs=1e-5), key
+      assert metrics[key] == pytest.approx(value, rel=1e-5, abs=1e-5), (name, key)
 
 
 # References.
@@ -379,25 +409,6 @@ def test_the_reference_of_a_lora_run_is_the_base_alone(files, tmp_path):
     assert values['heldout/loss'] == pytest.approx(np.log(2), abs=1e-6) and abs(values['heldout/margin']) < 1e-6
     moved = stage.evaluate(jax.tree.map(lambda leaf: leaf + 0.1, trainable))
     assert abs(moved['heldout/margin']) > 1e-2 and moved['heldout/comparisons'] == stage.encode.data.rows['heldout'].size
-
-
-def test_a_reward_model_learns_and_scores(files, tmp_path):
-  changes = {'data.dimensions': {'helpful': 1.0, 'harmless': 2.0}, 'lora.rank': 4, 'num_steps': 16, 'optimizer.learning_rate': 1e-2}
-  config = configured(train_preference.RewardConfig, reward_model.get_config(), files, changes)
-  results = train_preference.run(config, tmp_path / 'run')
-  assert results['heldout/accuracy'] > 0.9 and {'heldout/accuracy_helpful', 'heldout/accuracy_harmless'} < set(results)
-  mesh = sharding.make_mesh(devices=jax.devices()[:1])
-  judge = reward_model_lib.load(tmp_path / 'run', mesh, sharding.TRAIN, 'float32')
-  assert list(judge.dimensions) == ['harmless', 'helpful']
-  fresh = rows(count=20, seed=1)
-  scores = [judge.score([[{'role': 'user', 'content': row['prompt']}, {'role': 'assistant', 'content': row[side]}] for row in fresh],
-                        rows=2, length=LENGTH) for side in ('chosen', 'rejected')]
-  assert scores[0].shape == (20, 2)
-  leads = scores[0] - scores[1]
-  assert (leads > 0).mean() > 0.9
-  np.testing.assert_allclose(judge.combined(scores[0]), (2 * scores[0][:, 0] + scores[0][:, 1]) / 3, rtol=1e-5)
-  with pytest.raises(ValueError, match='conversation 0: the assistant says nothing after the first 0 messages'):
-    judge.score([[{'role': 'user', 'content': 'x'}]], rows=2, length=LENGTH)
 
 
 @pytest.mark.parametrize('changes, message', [
