@@ -169,9 +169,8 @@ def make_batches(config: RLConfig, trajectories: Sequence[Trajectory], advantage
   denominator = batching.step_denominator(documents, config.aggregation, max_length=config.rollout.max_new_tokens)
   if not (config.loss.kl_coef or config.loss.entropy_coef):
     documents = [document for document, value in zip(documents, advantage_of, strict=True) if value != 0] or documents[:1]
-  max_segments = config.loss.max_segments if config.loss.ratio == 'sequence' else None
   return batching.pack_step(documents, config.rows, config.length, aggregation=config.aggregation, denominator=denominator,
-                            max_segments=max_segments)
+                            max_segments=config.loss.segment_limit)
 
 
 def update(config: RLConfig, setup: Setup, state, groups: Sequence[Group], advantages_QU: np.ndarray, is_used_QU: np.ndarray,
