@@ -8,6 +8,8 @@ Deliberately absent: how the objective is reached (optimizer, sampling, devices)
 
 from __future__ import annotations
 
+import re
+
 from rl.losses import PolicyLossConfig
 from rl.rl_config import RLConfig
 
@@ -28,6 +30,12 @@ _RATIOS = {
     'token': '{}',
     'sequence': 'product of {} over the sample',
     'geometric': 'geometric mean of {} over the sample',
+}
+_OVERLONG = {
+    'grade': 'samples cut off by the length limit are graded as they stand',
+    'penalty': 'samples cut off by the length limit are graded as they stand',
+    'mask': 'samples cut off by the length limit are left out',
+    'bootstrap': 'samples cut off by the length limit get V of what follows instead',
 }
 _KL = {'k2': 'd^2 / 2', 'k3': 'exp(-d) - 1 + d', 'k3_corrected': 'policy/{} (exp(-d) - 1 + d)'}
 
@@ -51,7 +59,9 @@ def describe(config: RLConfig) -> str:
   if loss.entropy_coef:
     term += f' + {loss.entropy_coef:g} H'
     definitions['H'] = 'entropy of the policy at the token'
-  definitions |= {'A': _advantage(config), 'R': _reward(config), **_policies(config, term, definitions)}
+  definitions |= _advantage(config)
+  definitions |= _reward(config)
+  definitions |= _policies(config, term, definitions)
   definitions['sums'] = _samples(config)
   width = max(map(len, definitions))
   sums = _SUMS[config.aggregation].format(max_tokens=config.rollout.max_new_tokens)
@@ -86,36 +96,93 @@ def _importance(loss: PolicyLossConfig) -> str:
   return f'sg[{weight if loss.importance_mode == "mask" else "1"}] where {low:g} <= {weight} <= {cap:g}, else 0'
 
 
-def _advantage(config: RLConfig) -> str:
+def _advantage(config: RLConfig) -> dict[str, str]:
+  settings, found = config.advantage, {}
+  compared = _compared('R', config)
+  if settings.estimator == 'group':
+    found['A'] = compared
+    if _pays_turns(config):
+      found['A'] += f' + {config.process.weight:g} a'
+      found['a'] = f'{_compared("s", config)}, over turns of the same number; s what the turn of the token added to the parts'
+  else:
+    found['A'] = 'sum of u over the sampled tokens from t on'
+    if settings.estimator == 'gae':
+      found['A'] = f'sum of {settings.discount:g}^n {settings.trace:g}^n delta over the sampled tokens, n from t on'
+      found['delta'] = f'u + {settings.discount:g} V(next token) - V'
+      found['V'] = _critic(config)
+    found['u'] = f'at the last token of the sample {compared}'
+    if _pays_turns(config):
+      found['u'] += f'; at the last token of a turn {config.process.weight:g} s, s what the turn added to the parts'
+    if config.reward_kl.coef:
+      found['u'] += f'; at each token -{_kl_coef(config)} (log behavior - log reference)'
+  if settings.whiten:
+    found['A'] += f'; then less its mean and over (std + {settings.epsilon:g}), over all tokens of the batch'
+  return found
+
+
+def _compared(name: str, config: RLConfig) -> str:
+  """Return a reward as it is compared with those of the group."""
   center, scale = config.advantage.center, config.advantage.scale
-  text = 'R' if center == 'none' else f'R - {_BASELINES[center]}'
+  text = name if center == 'none' else f'{name} - {_BASELINES[center]}'.replace('R', name)
   if scale != 'none':
-    text = f'({text}) / ({_SCALES[scale]} + {config.advantage.epsilon:g})'
+    text = f'({text}) / ({_SCALES[scale]} + {config.advantage.epsilon:g})'.replace('R', name)
   if center != 'none' or scale in ('std', 'mean'):
-    text += f', over the {config.group_size} samples of a problem; 0 where all R are equal'
+    text += f', over the {config.group_size} samples of a problem; 0 where all {name} are equal'
   return text
 
 
-def _reward(config: RLConfig) -> str:
-  if config.overlong == 'mask':
-    return 'reward of the sample; samples cut off by the length limit are left out'
+def _critic(config: RLConfig) -> str:
+  critic = config.critic
+  clip = '' if critic.loss.clip is None else f', moved by at most {critic.loss.clip:g} a batch'
+  trace = config.advantage.trace if critic.trace is None else critic.trace
+  warmup = f'; the policy waits for its first {critic.warmup_steps} batches' if critic.warmup_steps else ''
+  return f'the critic, minimizing (V - G)^2 / 2{clip}, G the returns with trace {trace:g}{warmup}'
+
+
+def _pays_turns(config: RLConfig) -> bool:
+  return config.process.weight > 0 and config.process.credit == 'turn'
+
+
+def _kl_coef(config: RLConfig) -> str:
+  kl = config.reward_kl
+  return f'{kl.coef:g}' if kl.target is None else f'c (from {kl.coef:g}, adapted by {kl.gain:g} to {kl.target:g} nats a sample)'
+
+
+def _reward(config: RLConfig) -> dict[str, str]:
+  reward, process, found = config.reward, config.process, {}
+  score = 'score'
+  if process.weight and not (_pays_turns(config) and config.advantage.estimator == 'group'):
+    paid = '' if _pays_turns(config) else f' + {process.weight:g} mean(parts)'
+    score = f'({1 - process.weight:g} score{paid})'
+    found['parts'] = f'scores of parts of the work, which pay at most {process.cap:g} where score = 0'
+  terms = [score if reward.verifier_weight == 1 else f'{reward.verifier_weight:g} {score}'] if reward.verifier_weight else []
+  terms += [f'{reward.source_weight:g} source'] if reward.source_weight else []
+  text = ' + '.join(terms)
   if config.overlong == 'penalty':
     free = config.rollout.max_new_tokens - config.overlong_buffer
-    return f'reward of the sample + clip(({free} - L) / {config.overlong_buffer}, -1, 0), L the tokens of its last reply'
-  return 'reward of the sample, cut off by the length limit or not'
+    text += f' + clip(({free} - L) / {config.overlong_buffer}, -1, 0), L the tokens of the last reply'
+  if config.reward_kl.coef and config.advantage.estimator == 'group':
+    text += f' - {_kl_coef(config)} sum_t(log behavior - log reference)'
+  return {'R': text, **found, 'score': f'the verifier\'s; {_OVERLONG[config.overlong]}',
+          **({'source': 'mean of the other sources of reward'} if reward.source_weight else {})}
 
 
 def _policies(config: RLConfig, term: str, definitions: dict[str, str]) -> dict[str, str]:
   """Return what the names of policies stand for that appear somewhere."""
-  used = ' '.join([term, *definitions.values()])
+  used = set(re.findall(r'\w+', ' '.join([term, *definitions.values()])))
   texts = {
       'old': 'the policy before this batch',
-      'behavior': 'the policy that sampled, as the sampler computed it',
+      'behavior': 'the policy that sampled, as the sampler computed it' + _age(config),
       'reference': 'the policy before the first step' if config.lora.rank == 0 else 'the base without adapters',
   }
   if config.minibatches * config.epochs == 1:
     texts['old'] = 'sg[policy], for a batch is stepped on once'
   return {name: text for name, text in texts.items() if name in used}
+
+
+def _age(config: RLConfig) -> str:
+  staleness = config.rollout.staleness
+  return f', {staleness} batches before' if staleness else ''
 
 
 def _samples(config: RLConfig) -> str:
