@@ -60,9 +60,9 @@ PEERS = {
     # and its deviation is that of the siblings, here the group's.
     'as_nemo_rl': {'aggregation': 'token_mean', 'advantage.center': 'leave_one_out', 'loss.kl_coef': 0.01, 'loss.kl_estimator': 'k3',
                    **_NO_IMPORTANCE},
-    # OpenRLHF at 021d1b0, cli/train_ppo_ray.py with --advantage_estimator group_norm: 1024 samples in minibatches of 128. Its k1 penalty of
-    # 0.01 is in the reward; k2 in the loss, its own alternative, has the same gradient on average.
-    'as_openrlhf': {'aggregation': 'token_mean', 'advantage.epsilon': 1e-9, 'minibatches': 8, 'loss.kl_coef': 0.01, **_NO_IMPORTANCE},
+    # OpenRLHF at 021d1b0, cli/train_ppo_ray.py with --advantage_estimator group_norm: k1 in the reward, 1024 samples in minibatches of 128.
+    # Its penalty is subtracted token by token after the normalization of the group, here from the sample's reward before it.
+    'as_openrlhf': {'aggregation': 'token_mean', 'advantage.epsilon': 1e-9, 'minibatches': 8, 'reward_kl.coef': 0.01, **_NO_IMPORTANCE},
     # prime-rl at 065a864, configs/algorithm.py and losses.py: the ratio to the sampler, not clipped but masked by probabilities (DPPO), and no
     # division by the deviation. Its pull to the sampler (1e-3 times the squared log-ratio) is left out.
     'as_prime_rl': {'aggregation': 'token_mean', 'advantage.scale': 'none', 'loss.kind': 'dppo', 'loss.decoupled': False, **_NO_IMPORTANCE},
@@ -96,7 +96,9 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
       'groups': 16,  # problems of a step
       'group_size': 8,  # samples of a problem
       'max_rounds': 1,  # above 1: replace groups without signal, at most so often
-      'overlong': 'grade',  # samples cut off by the length limit: grade as they stand, mask, penalty (soft, over the last overlong_buffer tokens)
+      # Samples cut off by the length limit: grade as they stand, mask, penalty (soft, over the last overlong_buffer tokens), bootstrap (by
+      # a critic).
+      'overlong': 'grade',
       'overlong_buffer': 32,
       'rollout': {
           'max_new_tokens': 128,  # of one reply
@@ -109,15 +111,36 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
           'group_timeout_s': 900.0,
           'max_attempts': 3,  # of a sample, when it is not the policy that fails
           'min_group_size': 2,
+          'staleness': 0,  # versions between the weights that sample and those that are trained
+      },
+      'reward': {
+          'verifier_weight': 1.0,
+          'source_weight': 0.0,  # of other sources, such as a reward model
+      },
+      'process': {
+          'weight': 0.0,  # share of a reward that verified parts of the work make up
+          'cap': 0.1,  # most they pay where the outcome is 0
+          'credit': 'episode',  # episode, turn
+      },
+      'reward_kl': {
+          'coef': 0.0,  # of the KL divergence from the reference, in the reward
+          'target': config_dict.placeholder(float),  # nats of a sample that the coefficient is adapted to reach
+          'gain': 0.1,
       },
       'advantage': {
           'estimator': 'group',  # group, reinforce_pp, gae (with a critic)
           'center': 'mean',  # mean, leave_one_out, length_weighted, none
           'scale': 'std',  # std, batch_std, mean, none
           'epsilon': 1e-6,
-          'discount': 1.0,
-          'trace': 1.0,
+          'discount': 1.0,  # gae
+          'trace': 1.0,  # gae
           'whiten': False,  # over all sampled tokens of a batch
+      },
+      'critic': {  # of estimator=gae
+          'optimizer': shared.optimizer.to_dict() | {'schedule': 'constant'},
+          'loss': {'clip': 0.2},  # of values around the old ones
+          'warmup_steps': 0,  # batches from which only the critic learns
+          'trace': config_dict.placeholder(float),  # of its returns; None is advantage.trace
       },
       'aggregation': 'sequence_mean',  # token_mean, sequence_mean, sequence_sum, constant, token_sum
       'loss': {

@@ -27,7 +27,7 @@ from rl.learner import Learner
 from rl.losses_reward import ValueLossConfig
 from rl.optimizer import OptimizerConfig
 from rl.train_preference import with_head
-from rl.types import Batch, Document, Params
+from rl.types import Batch, Document, Params, TrainState
 
 # Of the learner's metrics, what is reported of a critic, and as what.
 METRICS = {'train/loss': 'critic/loss', 'train/grad_norm': 'critic/grad_norm', 'train/learning_rate': 'critic/learning_rate',
@@ -66,10 +66,12 @@ class Critic(NamedTuple):
   """What `build` returns.
 
   Attributes:
+    init: the policy's trainable parameters, which it copies -> the critic's TrainState at step 0.
     learner: of the value loss.
     frozen: parameters that are not trained.
     score: (trainable, frozen, batch) -> values_BT at every place, each of the token that follows.
   """
+  init: Callable[[Params], TrainState]
   learner: Learner
   frozen: Params
   score: Callable[[Params, Params, Batch], jax.Array]
@@ -81,9 +83,8 @@ class Critic(NamedTuple):
     return [Expectation(np.append(np.float32(0), values_T[:-1]), float(values_T[-1])) for values_T in found]
 
 
-def build(config: CriticConfig, model: ModelConfig, layout: Layout, mesh: Mesh, trainable: Params, frozen: Params, *, full: bool,
-          num_updates: int) -> tuple[Critic, Params]:
-  """Return a critic that starts as the policy with these parameters, and its own trainable ones; nothing is donated.
+def build(config: CriticConfig, model: ModelConfig, layout: Layout, mesh: Mesh, frozen: Params, *, full: bool, num_updates: int) -> Critic:
+  """Return the critic of a policy with these frozen parameters.
 
   Args:
     full: every parameter is trainable.
@@ -92,7 +93,7 @@ def build(config: CriticConfig, model: ModelConfig, layout: Layout, mesh: Mesh, 
   Raises:
     ValueError: the layout asks for something this model or platform cannot do.
   """
-  own, rest = with_head(jax.tree.map(jnp.copy, trainable), frozen, model, 1, mesh, layout)
+  head, rest = with_head({}, frozen, model, 1, mesh, layout)
   learner = learner_lib.build(model, layout, mesh, optimizer.build(config.optimizer, num_updates),
                               optimizer.schedule(config.optimizer, num_updates), full=full, loss=learner_lib.value_loss(config.loss))
 
@@ -104,4 +105,4 @@ def build(config: CriticConfig, model: ModelConfig, layout: Layout, mesh: Mesh, 
     with jax.set_mesh(mesh):
       return values(trainable, frozen, batch)
 
-  return Critic(learner, rest, score), own
+  return Critic(lambda trainable: learner.init({**jax.tree.map(jnp.copy, trainable), **head}), learner, rest, score)

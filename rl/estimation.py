@@ -17,6 +17,7 @@ from rl import rewards as rewards_lib
 from rl.critic import Expectation
 from rl.rewards import Rewards
 from rl.rl_config import RewardKLConfig, RLConfig
+from rl.rollout import collection
 from rl.types import Group, Trajectory
 
 _MAX_ERROR = 0.2  # Of the KL controller, relative to the target.
@@ -55,16 +56,16 @@ def estimate(config: RLConfig, groups: Sequence[Group], rewards: Rewards, *, kl_
   if differences is None:
     differences, kl_coef = [np.zeros(trajectory.tokens_T.shape, np.float32) for trajectory in trajectories], 0.0
   if config.advantage.estimator == 'group':
-    return _of_groups(config, groups, rewards, trajectories, kl_coef, differences)
-  outcomes = _relative(config, rewards.paid_QU, rewards.is_used_QU, groups)[rewards.is_used_QU]
-  earned = [_token_rewards(config, trajectory, float(outcome), difference_T, kl_coef)
-            for trajectory, outcome, difference_T in zip(trajectories, outcomes, differences, strict=True)]
-  if config.advantage.estimator == 'gae':
-    found = [_with_critic(config, trajectory, rewards_T, expectation)
-             for trajectory, rewards_T, expectation in zip(trajectories, earned, expectations, strict=True)]
+    found = _of_groups(config, groups, rewards, trajectories, kl_coef, differences)
   else:
-    found = [Estimate(advantages.returns_to_go(rewards_T, trajectory.loss_mask_T))
-             for trajectory, rewards_T in zip(trajectories, earned, strict=True)]
+    outcomes = _relative(config, rewards.paid_QU, rewards.is_used_QU, groups)[rewards.is_used_QU]
+    earned = [_token_rewards(config, trajectory, float(outcome), difference_T, kl_coef)
+              for trajectory, outcome, difference_T in zip(trajectories, outcomes, differences, strict=True)]
+    if config.advantage.estimator == 'gae':
+      found = [_with_critic(config, *one) for one in zip(trajectories, earned, expectations, strict=True)]
+    else:
+      found = [Estimate(advantages.returns_to_go(rewards_T, trajectory.loss_mask_T))
+               for trajectory, rewards_T in zip(trajectories, earned, strict=True)]
   if not config.advantage.whiten:
     return found
   white = advantages.whiten([one.advantages_T for one in found], [trajectory.loss_mask_T for trajectory in trajectories],
@@ -82,6 +83,18 @@ def next_coef(config: RewardKLConfig, coef: float, kl_nats: float) -> float:
   return coef * (1 + config.gain * float(np.clip(kl_nats / config.target - 1, -_MAX_ERROR, _MAX_ERROR)))
 
 
+def differences(trajectories: Sequence[Trajectory], reference_logprobs: Sequence[np.ndarray]) -> list[np.ndarray]:
+  """Return difference_T of each sample, log policy - log reference in nats, 0 where nothing was sampled; the policy is the one that sampled.
+
+  `reference_logprobs` stand at the places that predict, as `batching.at_places` gives them.
+  """
+  found = []
+  for trajectory, at_place_T in zip(trajectories, reference_logprobs, strict=True):
+    is_predicted_T = trajectory.loss_mask_T & (np.arange(len(at_place_T)) > 0)
+    found.append(np.where(is_predicted_T, trajectory.behavior_logprobs_T - np.roll(at_place_T, 1), np.float32(0)))
+  return found
+
+
 def sample_kl(trajectories: Sequence[Trajectory], differences: Sequence[np.ndarray]) -> np.ndarray:
   """Return for each sample the sum of its tokens' k1 in nats, float64."""
   return np.array([difference_T[trajectory.loss_mask_T].sum(dtype=np.float64)
@@ -90,16 +103,13 @@ def sample_kl(trajectories: Sequence[Trajectory], differences: Sequence[np.ndarr
 
 def summarize(trajectories: Sequence[Trajectory], estimates: Sequence[Estimate]) -> dict[str, float]:
   """Return mean, least and largest of the advantages, values and returns over all sampled tokens, and the explained variance."""
-  values: dict[str, float] = {}
-  joined = {}
+  values, joined = {}, {}
   for name in ('advantages', 'values', 'returns'):
     parts = [getattr(one, f'{name}_T') for one in estimates]
     if not parts or parts[0] is None:
       continue
     joined[name] = np.concatenate([part[trajectory.loss_mask_T] for part, trajectory in zip(parts, trajectories, strict=True)])
-    if joined[name].size:
-      values |= {f'critic/{name}/mean': float(joined[name].mean(dtype=np.float64)), f'critic/{name}/min': float(joined[name].min()),
-                 f'critic/{name}/max': float(joined[name].max())}
+    values |= collection.spread(f'critic/{name}', joined[name].astype(np.float64))
   if 'values' in joined:
     explained = advantages.explained_variance(joined['values'], joined['returns'], np.ones(joined['values'].shape, np.bool_))
     values |= {} if explained is None else {'critic/vf_explained_var': explained}

@@ -26,7 +26,7 @@ class AdvantageConfig:
     center, scale, epsilon: of `group_relative`. Under 'reinforce_pp' the outcome is centered so before it is given to tokens (its baseline
       form is 'mean'), and whitening scales; under 'gae' the critic is the baseline.
     discount, trace: gamma and lambda of 'gae'.
-    whiten: 'gae' and 'reinforce_pp': subtract the mean and divide by the standard deviation over all sampled tokens of a batch.
+    whiten: last, subtract the mean and divide by the standard deviation over all sampled tokens of a batch (`advantages.whiten`).
   """
   estimator: Literal['group', 'gae', 'reinforce_pp'] = 'group'
   center: advantages.Center = 'mean'
@@ -42,8 +42,6 @@ class AdvantageConfig:
                        "both to 'none'.")
     if self.estimator == 'reinforce_pp' and self.scale != 'none':
       raise ValueError(f"estimator='reinforce_pp' is scaled by whitening over the batch, not by scale={self.scale!r}; set it to 'none'.")
-    if self.estimator == 'group' and self.whiten:
-      raise ValueError("whiten=True is for estimators with an advantage for each token; with estimator='group' use scale='batch_std'.")
     if self.estimator != 'gae' and (self.discount, self.trace) != (1, 1):
       raise ValueError(f"discount={self.discount} and trace={self.trace} are read by estimator='gae' alone; leave them at 1.")
     if not (0 <= self.discount <= 1 and 0 <= self.trace <= 1):
@@ -205,6 +203,8 @@ class RLConfig:
     if self.advantage.scale == 'mean' and self.reward_kl.coef:
       raise ValueError(f"advantage.scale='mean' divides by mean rewards, and reward_kl.coef={self.reward_kl.coef} can make them negative; "
                        'use loss.kl_coef.')
+    if self.advantage.scale == 'mean' and self.overlong == 'penalty':
+      raise ValueError("advantage.scale='mean' divides by mean rewards, and overlong='penalty' can make them negative; use 'grade' or 'mask'.")
     if self.has_critic and self.critic.warmup_steps >= self.num_steps:
       raise ValueError(f'critic.warmup_steps={self.critic.warmup_steps} leaves the policy nothing of num_steps={self.num_steps}.')
     optimizer.schedule(self.optimizer, self.num_updates)

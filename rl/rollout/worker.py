@@ -263,7 +263,7 @@ class Worker:
       return
     _, terminated, truncated, info = rest
     episode.messages += [dict(message) for message in messages]
-    parts = dict(info.get('parts', {}))
+    parts = {name: float(part) for name, part in info.get('parts', {}).items()}
     numbers = [*parts.values(), *([info['score']] if (terminated or truncated) and info['valid'] else [])]
     if not np.isfinite(numbers).all():
       self._finish(episode, Outcome.VERIFIER_ERROR, None, detail=f'The environment gave score={info.get("score")}, parts={parts}; scores must '
@@ -342,9 +342,10 @@ class Worker:
     group.done[episode.sample] = Trajectory(
         tokens_T=np.asarray(episode.ids, np.int32), loss_mask_T=np.asarray(episode.mask, np.bool_),
         behavior_logprobs_T=np.asarray(episode.logprobs, np.float32), versions_T=np.asarray(episode.versions, np.int32),
-        reward=reward, parts=episode.parts, turn_scores=_turn_scores(episode) if is_valid else (), outcome=outcome, terminated=terminated, truncated=truncated,
-        num_turns=sum(message['role'] == 'assistant' for message in episode.messages), num_tool_calls=info.get('num_tool_calls', 0),
-        num_tool_errors=info.get('num_tool_errors', 0), problem_id=problem.id, domain=problem.domain, level=problem.level,
+        reward=reward, parts=episode.parts, turn_scores=_turn_scores(episode) if is_valid else (), outcome=outcome,
+        terminated=terminated, truncated=truncated, num_turns=sum(message['role'] == 'assistant' for message in episode.messages),
+        num_tool_calls=info.get('num_tool_calls', 0), num_tool_errors=info.get('num_tool_errors', 0),
+        problem_id=problem.id, domain=problem.domain, level=problem.level,
         group=group.assignment.ordinal, sample=episode.sample,
         timing_s={'total': time.monotonic() - episode.start_s, 'environment': episode.environment_s},
         messages=tuple(episode.messages), reason=detail or str(info.get('reason', '')), evidence=problem.evidence)
