@@ -76,14 +76,14 @@ PEERS = {
     # k2, its 'mse_kl', is the estimator with the gradient that k1 stands for.
     'as_tunix': {'loss.kl_coef': 0.04, 'loss.kl_estimator': 'k2', **_NO_IMPORTANCE},
 }
-VARIANTS |= PEERS
+PRESETS = VARIANTS | PEERS
 
 
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
   """Return the settings of a variant; `arg` is '' or 'variant=NAME'."""
   variant = arg.removeprefix('variant=') or 'grpo'
-  if variant not in VARIANTS:
-    raise ValueError(f'configs/grpo.py:{arg} asks for an unknown variant; use variant= one of {", ".join(VARIANTS)}.')
+  if variant not in PRESETS:
+    raise ValueError(f'configs/grpo.py:{arg} asks for an unknown variant; use variant= one of {", ".join(PRESETS)}.')
   shared = base.get_config()
   config = ml_collections.ConfigDict({
       'stage': 'rl',
@@ -179,5 +179,5 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   })
   config.optimizer.learning_rate = 1e-6
   config.optimizer.schedule = 'constant'
-  config.update_from_flattened_dict(VARIANTS[variant])
+  config.update_from_flattened_dict(PRESETS[variant])
   return config

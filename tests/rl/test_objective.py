@@ -93,8 +93,8 @@ def test_presets_say_what_they_are(variant, parts):
 
 
 def test_presets_are_different_objectives():
-  texts = {objective.describe(preset(variant)) for variant in grpo.VARIANTS}
-  assert len(texts) == len(grpo.VARIANTS)
+  texts = {objective.describe(preset(variant)) for variant in grpo.PRESETS}
+  assert len(texts) == len(grpo.PRESETS) == len(grpo.VARIANTS) + len(grpo.PEERS)
 
 
 # A setting under which the field counts, and another value of it.
@@ -125,15 +125,18 @@ def test_every_setting_beside_the_loss_is_in_the_formula(changes):
 
 @pytest.mark.parametrize('changes', [
     {'advantage.discount': 0.9}, {'advantage.trace': 0.9}, {'advantage.whiten': False}, {'critic.trace': 0.9}, {'critic.warmup_steps': 4},
-    {'critic.loss.clip': None}, {'reward_kl.coef': 0.1}, {'reward_kl.target': 2.0}, {'reward_kl.target': 2.0, 'reward_kl.gain': 0.2}, {'overlong': 'bootstrap'}, {'process.weight': 0.1},
+    {'critic.loss.clip': None}, {'reward_kl.coef': 0.1}, {'reward_kl.target': 2.0}, {'overlong': 'bootstrap'}, {'process.weight': 0.1},
     {'advantage.estimator': 'reinforce_pp', 'advantage.trace': 1.0}])
 def test_every_setting_of_a_critic_is_in_the_formula(changes):
   assert objective.describe(preset('', config=ppo.get_config(), **changes)) != objective.describe(preset('', config=ppo.get_config()))
 
 
-@pytest.mark.parametrize('process', [{}, {'process.credit': 'turn', 'advantage.estimator': 'reinforce_pp', 'advantage.scale': 'none'}])
-def test_the_cap_of_process_rewards_is_in_the_formula(process):
-  assert len({objective.describe(preset('grpo', **{'process.weight': 0.1, 'process.cap': cap}, **process)) for cap in (0.1, 0.2)}) == 2
+@pytest.mark.parametrize('name, values, needed', [
+    ('process.cap', (0.1, 0.2), {'process.weight': 0.1}), ('reward_kl.gain', (0.1, 0.2), {'reward_kl.coef': 0.1, 'reward_kl.target': 2.0}),
+    ('process.cap', (0.1, 0.2), {'process.weight': 0.1, 'process.credit': 'turn', 'advantage.estimator': 'reinforce_pp',
+                                 'advantage.scale': 'none'})])
+def test_numbers_that_count_only_with_others_are_in_the_formula(name, values, needed):
+  assert len({objective.describe(preset('grpo', **needed, **{name: value})) for value in values}) == 2
 
 
 @pytest.mark.parametrize('changes', [{'overlong_buffer': 16}, {'rollout.max_new_tokens': 64}])
