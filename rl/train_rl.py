@@ -38,7 +38,7 @@ from models.config import ModelConfig
 from models.sampling import Sampling
 from models.sharding import Layout
 from models.tokenizer import Tokenizer
-from rl import batching, checkpoint, estimation, monitor, optimizer
+from rl import batching, checkpoint, estimation, monitor, objective, optimizer
 from rl import config as config_lib
 from rl import critic as critic_lib
 from rl import learner as learner_lib
@@ -226,6 +226,8 @@ def run(config: RLConfig, workdir: str | Path, make_env: Callable[[Domain], Any]
     watching = {name: make(of_watchers.get(name)) for name, make in (watchers or {}).items()}
     defaults = RLConfig(config.model, config.domains, config.num_steps, config.aggregation)
     monitor.write_config(workdir, resolved, config_lib.difference(config, defaults))
+    monitor.write_objective(workdir, objective.describe(config))
+    _LOG.info('The objective:\n%s', objective.describe(config))
     board = stack.enter_context(monitor.Monitor(
         workdir, total_steps=config.num_steps, start_step=first_step, plain_every_steps=1,
         flops_per_token=transformer.num_flops_per_token(setup.model, config.length, 1.0 if config.lora.rank == 0 else 0.0)))
