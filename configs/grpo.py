@@ -2,6 +2,8 @@ r"""Reinforcement learning with verifiable rewards; the variants of GRPO are set
 
 python -m launch.train --config=configs/grpo.py:variant=dapo --config.model.path=MODEL \
     --config.domains="{'word_problems/generated': {'levels': (1, 2)}}" --workdir=runs/grpo
+
+A run writes the objective that its settings make as a formula to WORKDIR/objective.txt.
 """
 
 import ml_collections
@@ -9,7 +11,7 @@ from ml_collections import config_dict
 
 from configs import base
 
-# What each variant changes of GRPO's settings below.
+# What each variant changes of GRPO's settings below, after its paper.
 VARIANTS = {
     # arXiv:2402.03300, without the KL term (kl_coef adds it).
     'grpo': {},
@@ -21,16 +23,67 @@ VARIANTS = {
     'gspo': {'loss.ratio': 'sequence', 'loss.clip_low': 3e-4, 'loss.clip_high': 4e-4},
     # arXiv:2506.13585: the clipped ratio weighs, and no token loses its gradient.
     'cispo': {'loss.kind': 'cispo', 'loss.clip_low': 1.0, 'loss.clip_high': 4.0, 'aggregation': 'token_mean'},
+    # arXiv:2602.04879: tokens are dropped by how far their probability has moved, and not by its ratio.
+    'dppo': {'loss.kind': 'dppo', 'aggregation': 'token_mean'},
     # arXiv:2402.14740.
     'rloo': {'loss.kind': 'reinforce', 'advantage.center': 'leave_one_out', 'advantage.scale': 'none', 'aggregation': 'sequence_sum'},
+    # arXiv:2501.03262: rewards summed from each token on and whitened over the batch, which need no groups.
+    'reinforce_pp': {'advantage.estimator': 'reinforce_pp', 'advantage.center': 'none', 'advantage.scale': 'none', 'advantage.whiten': True,
+                     'aggregation': 'token_mean'},
+    # The same paper's form for groups: the group's mean is subtracted before; its KL term is k2, the estimator that kl_coef adds here.
+    'reinforce_pp_baseline': {'advantage.scale': 'none', 'advantage.whiten': True, 'aggregation': 'token_mean'},
+    # arXiv:2602.02710: division by the group's mean, which weighs problems that are rarely solved as maximum likelihood would.
+    'maxrl': {'advantage.scale': 'mean', 'advantage.epsilon': 0.0, 'aggregation': 'token_mean'},
+    # arXiv:2505.23585: the baseline of least variance for gradients that grow with the length; one exact on-policy step of a batch.
+    'opo': {'loss.kind': 'reinforce', 'advantage.center': 'length_weighted', 'advantage.scale': 'none', 'aggregation': 'sequence_sum'},
+    # arXiv:2110.00641 and 2505.24298: samples may be older than the policy the ratio is bounded against; weights beyond 5 are left out.
+    'decoupled': {'loss.importance_cap': 5.0, 'loss.importance_mode': 'mask', 'aggregation': 'token_mean', 'minibatches': 4},
+    # What that is compared with: the ratio to the policy that sampled is all the correction there is.
+    'naive': {'loss.decoupled': False, 'loss.importance_cap': None, 'aggregation': 'token_mean', 'minibatches': 4},
+    # arXiv:2510.18855: no gradient of tokens where trainer and sampler are far apart, whichever is larger.
+    'icepop': {'loss.importance_low': 0.5, 'loss.importance_cap': 5.0, 'loss.importance_mode': 'mask'},
+    # arXiv:2512.02556: unbiased KL, and failed replies that the policy has moved away from are left out.
+    'deepseek_v32': {'loss.kl_coef': 1e-3, 'loss.kl_estimator': 'k3_corrected', 'loss.opsm_nats': 0.5},
 }
+
+# GRPO as other systems compute it when asked for GRPO and left at their defaults, by the file that says so. The objective and how often a
+# batch is stepped on are theirs; numbers of problems and samples, lengths and the optimizer remain this file's.
+_NO_IMPORTANCE = {'loss.importance_cap': None}
+PEERS = {
+    # verl at 018f23b, trainer/config/actor/actor.yaml and algorithm/rollout_correction.yaml: dual clip 3, no correction, 1024 problems in
+    # minibatches of 256.
+    'as_verl': {'aggregation': 'token_mean', 'loss.dual_clip': 3.0, 'minibatches': 4, **_NO_IMPORTANCE},
+    # TRL 1.16.0, GRPOConfig: loss_type 'dapo', whole replies masked where the product of their weights is above 3.
+    'as_trl': {'aggregation': 'token_mean', 'advantage.epsilon': 1e-4, 'loss.importance_level': 'sequence', 'loss.importance_mode': 'mask',
+               'loss.importance_cap': 3.0},
+    # NeMo RL at b26cfeb, examples/configs/grpo_math_1B.yaml: leave-one-out baseline, k3 in the loss. Its clamps of log-ratios are left out,
+    # and its deviation is that of the siblings, here the group's.
+    'as_nemo_rl': {'aggregation': 'token_mean', 'advantage.center': 'leave_one_out', 'loss.kl_coef': 0.01, 'loss.kl_estimator': 'k3',
+                   **_NO_IMPORTANCE},
+    # OpenRLHF at 021d1b0, cli/train_ppo_ray.py with --advantage_estimator group_norm: k1 in the reward, 1024 samples in minibatches of 128.
+    # Its penalty is subtracted token by token after the normalization of the group, here from the sample's reward before it.
+    'as_openrlhf': {'aggregation': 'token_mean', 'advantage.epsilon': 1e-9, 'minibatches': 8, 'reward_kl.coef': 0.01, **_NO_IMPORTANCE},
+    # prime-rl at 065a864, configs/algorithm.py and losses.py: the ratio to the sampler, not clipped but masked by probabilities (DPPO), and no
+    # division by the deviation. Its pull to the sampler (1e-3 times the squared log-ratio) is left out.
+    'as_prime_rl': {'aggregation': 'token_mean', 'advantage.scale': 'none', 'loss.kind': 'dppo', 'loss.decoupled': False, **_NO_IMPORTANCE},
+    # SkyRL at 1331ec7, train/config/ppo_base_config.yaml: k3 in the loss, 1024 problems in minibatches of 256.
+    'as_skyrl': {'aggregation': 'token_mean', 'minibatches': 4, 'loss.kl_coef': 1e-3, 'loss.kl_estimator': 'k3', **_NO_IMPORTANCE},
+    # AReaL at e851361, examples/math/gsm8k_grpo_megatron_lora.yaml: decoupled, bounds of 0.4, weights above 5 left out, advantages whitened
+    # after the group's normalization. (Its bare defaults have no baseline and k1 in the reward.)
+    'as_areal': {'aggregation': 'token_mean', 'advantage.whiten': True, 'loss.clip_low': 0.4, 'loss.clip_high': 0.4,
+                 'loss.importance_cap': 5.0, 'loss.importance_mode': 'mask'},
+    # Tunix 0.1.7, rl/grpo/grpo_learner.py: means of replies. Its default KL term is k1 as a loss, which pulls nowhere and is refused here;
+    # k2, its 'mse_kl', is the estimator with the gradient that k1 stands for.
+    'as_tunix': {'loss.kl_coef': 0.04, 'loss.kl_estimator': 'k2', **_NO_IMPORTANCE},
+}
+PRESETS = VARIANTS | PEERS
 
 
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
   """Return the settings of a variant; `arg` is '' or 'variant=NAME'."""
   variant = arg.removeprefix('variant=') or 'grpo'
-  if variant not in VARIANTS:
-    raise ValueError(f'configs/grpo.py:{arg} asks for an unknown variant; use variant= one of {", ".join(VARIANTS)}.')
+  if variant not in PRESETS:
+    raise ValueError(f'configs/grpo.py:{arg} asks for an unknown variant; use variant= one of {", ".join(PRESETS)}.')
   shared = base.get_config()
   config = ml_collections.ConfigDict({
       'stage': 'rl',
@@ -43,7 +96,9 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
       'groups': 16,  # problems of a step
       'group_size': 8,  # samples of a problem
       'max_rounds': 1,  # above 1: replace groups without signal, at most so often
-      'overlong': 'grade',  # samples cut off by the length limit: grade as they stand, mask, penalty (soft, over the last overlong_buffer tokens)
+      # Samples cut off by the length limit: grade as they stand, mask, penalty (soft, over the last overlong_buffer tokens), bootstrap (by
+      # a critic).
+      'overlong': 'grade',
       'overlong_buffer': 32,
       'rollout': {
           'max_new_tokens': 128,  # of one reply
@@ -56,23 +111,53 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
           'group_timeout_s': 900.0,
           'max_attempts': 3,  # of a sample, when it is not the policy that fails
           'min_group_size': 2,
+          'staleness': 0,  # versions between the weights that sample and those that are trained
+      },
+      'reward': {
+          'verifier_weight': 1.0,
+          'source_weight': 0.0,  # of other sources, such as a reward model
+      },
+      'process': {
+          'weight': 0.0,  # share of a reward that verified parts of the work make up
+          'cap': 0.1,  # most they pay where the outcome is 0
+          'credit': 'episode',  # episode, turn
+      },
+      'reward_kl': {
+          'coef': 0.0,  # of the KL divergence from the reference, in the reward
+          'target': config_dict.placeholder(float),  # nats of a sample that the coefficient is adapted to reach
+          'gain': 0.1,
       },
       'advantage': {
-          'center': 'mean',  # mean, leave_one_out, none
-          'scale': 'std',  # std, batch_std, none
+          'estimator': 'group',  # group, reinforce_pp, gae (with a critic)
+          'center': 'mean',  # mean, leave_one_out, length_weighted, none
+          'scale': 'std',  # std, batch_std, mean, none
           'epsilon': 1e-6,
+          'discount': 1.0,  # gae
+          'trace': 1.0,  # gae
+          'whiten': False,  # over all sampled tokens of a batch
+      },
+      'critic': {  # of estimator=gae
+          'optimizer': shared.optimizer.to_dict() | {'schedule': 'constant'},
+          'loss': {'clip': 0.2},  # of values around the old ones
+          'warmup_steps': 0,  # batches from which only the critic learns
+          'trace': config_dict.placeholder(float),  # of its returns; None is advantage.trace
       },
       'aggregation': 'sequence_mean',  # token_mean, sequence_mean, sequence_sum, constant, token_sum
       'loss': {
-          'kind': 'clip',  # clip, cispo, reinforce
+          'kind': 'clip',  # clip, dppo, cispo, reinforce
           'ratio': 'token',  # token, sequence
           'clip_low': 0.2,
           'clip_high': 0.2,
           'dual_clip': config_dict.placeholder(float),
-          'max_segments': 32,  # ratio=sequence: documents of a row
+          'decoupled': True,  # ratio to the policy before the batch; False: to the one that sampled
+          'max_segments': 32,  # documents of a row, where whole documents are looked at
           'importance_cap': 2.0,  # of trainer over sampler probability
+          'importance_low': config_dict.placeholder(float),
+          'importance_level': 'token',  # token, sequence, geometric
+          'importance_mode': 'truncate',  # truncate, mask, filter
+          'opsm_nats': config_dict.placeholder(float),
           'kl_coef': 0.0,
-          'kl_estimator': 'k2',  # k2, k3
+          'kl_estimator': 'k2',  # k2, k3, k3_corrected
           'entropy_coef': 0.0,
       },
       'minibatches': 1,  # optimizer steps of a batch
@@ -94,5 +179,5 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   })
   config.optimizer.learning_rate = 1e-6
   config.optimizer.schedule = 'constant'
-  config.update_from_flattened_dict(VARIANTS[variant])
+  config.update_from_flattened_dict(PRESETS[variant])
   return config

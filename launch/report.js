@@ -126,6 +126,7 @@ function showOutcomes() {
 // Configuration.
 function showConfiguration() {
   const node = section('configuration', 'Configuration'), json = (value) => typeof value === 'string' ? value : JSON.stringify(value) ?? '';
+  if (data.objective) node.append(el('h3', {}, 'Objective'), el('pre', {class: 'panel'}, visible(data.objective)));
   node.append(el('div', {class: 'panel'}, data.difference.length ? table(['Setting', 'Default', 'This run'],
     data.difference.map(([key, before, after]) => [key, json(before), json(after)])) : el('p', {}, 'Every setting has its default value.')),
   el('details', {}, el('summary', {}, 'The whole configuration'), el('pre', {class: 'panel'}, visible(data.config))));

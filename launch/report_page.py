@@ -47,7 +47,7 @@ def render(run: Run, baseline: Evaluation | None, max_episode_bytes: int) -> str
   data = {
       'name': run.directory.name or str(run.directory), 'facts': _facts(run, num_left_out, stride, max_episode_bytes), 'notes': run.notes,
       'difference': [[key, change.get('default'), change.get('value')] for key, change in run.difference.items()],
-      'config': json.dumps(run.config, indent=2), 'evaluations': [evaluation.name for evaluation in ends],
+      'objective': run.objective, 'config': json.dumps(run.config, indent=2), 'evaluations': [evaluation.name for evaluation in ends],
       'rows': [_row(row) for row in report_run.compare(ends)] if ends else [],
       'places': _places(run), 'curves': curves, 'outcomes': _outcomes(run.log.episodes if run.log else []),
       'ledger': {key.removeprefix('ledger/'): series.values[-1] for key, series in run.metrics.items() if key.startswith('ledger/')},

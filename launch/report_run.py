@@ -175,6 +175,7 @@ class Run:
 
   Attributes:
     config, difference: as `monitor.write_config` wrote them.
+    objective: as `monitor.write_objective` wrote it, '' for a run without.
     revision: of the code, '' if it is not known.
     metrics: by key.
     times_s: Unix times of the first and the last line of metrics.
@@ -185,6 +186,7 @@ class Run:
   directory: Path
   config: Mapping[str, Any]
   difference: Mapping[str, Mapping[str, Any]]
+  objective: str
   revision: str
   metrics: Mapping[str, Series]
   times_s: tuple[float, float] | None
@@ -229,8 +231,10 @@ def read_run(directory: str | Path) -> Run:
     revision = checkpoint.read_host(directory / run_lib.CHECKPOINTS).revision
   except FileNotFoundError:
     revision = ''
-  return Run(directory, _read_object(directory / monitor.CONFIG_FILE), _read_object(directory / monitor.DIFFERENCE_FILE), revision, metrics,
-             times_s, log, {} if log is None else _evaluations(log), tuple(notes))
+  path = directory / monitor.OBJECTIVE_FILE
+  objective = path.read_text(encoding='utf-8') if path.is_file() else ''
+  return Run(directory, _read_object(directory / monitor.CONFIG_FILE), _read_object(directory / monitor.DIFFERENCE_FILE), objective, revision,
+             metrics, times_s, log, {} if log is None else _evaluations(log), tuple(notes))
 
 
 def read_baseline(path: str | Path) -> Evaluation:

@@ -14,12 +14,13 @@ Deliberately absent: splitting a document over rows (its context would be lost i
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 import math
 from typing import Literal, get_args
 
 import jax
+from jax.experimental import multihost_utils
 import numpy as np
 
 from models import token_order
@@ -222,22 +223,56 @@ def pack_rows(rows: Sequence[Sequence[Document]], length: int, *, denominator: f
   return Batch(tokens_BT, targets_BT, positions_BT, segment_ids_BT, loss_weight_BT, **{f'{name}_BT': per_token[name] for name in per_token})
 
 
-def documents(trajectories: Sequence[Trajectory], advantages: Sequence[float]) -> list[Document]:
-  """Return what the policy loss learns from: each trajectory with its advantage, the same for all tokens that the policy sampled in it.
+def documents(trajectories: Sequence[Trajectory], advantages: Sequence[float | np.ndarray],
+              more: Sequence[Mapping[str, np.ndarray]] | None = None) -> list[Document]:
+  """Return what the policy loss learns from: each trajectory with the advantages of the tokens that the policy sampled in it.
+
+  Args:
+    advantages: of each trajectory: advantages_T, or one number for all of its tokens.
+    more: of each trajectory: what else is said of its tokens (see `types.PER_TOKEN`), the same names for all.
 
   Raises:
-    ValueError: a trajectory that is invalid (it has no advantage; leave it out), or an advantage that is not finite.
+    ValueError: a trajectory that is invalid (it has no advantage; leave it out), or an advantage of a sampled token that is not finite.
   """
   made = []
-  for trajectory, advantage in zip(trajectories, advantages, strict=True):
+  for trajectory, advantage, others in zip(trajectories, advantages, more or [{}] * len(trajectories), strict=True):
     if not trajectory.is_valid:
       raise ValueError(f'{trajectory.source} is not for training, its outcome is {trajectory.outcome!r}; leave it out.')
-    if not math.isfinite(advantage):
-      raise ValueError(f'{trajectory.source}: advantage={advantage} must be finite.')
-    advantages_T = np.full(trajectory.tokens_T.shape, advantage, np.float32)
-    made.append(Document(trajectory.tokens_T, trajectory.loss_mask_T, trajectory.source,
-                         {'advantages': advantages_T, 'behavior_logprobs': trajectory.behavior_logprobs_T}))
+    advantages_T = np.broadcast_to(np.asarray(advantage, np.float32), trajectory.tokens_T.shape)
+    wrong = np.flatnonzero(trajectory.loss_mask_T & ~np.isfinite(advantages_T))
+    if wrong.size:
+      raise ValueError(f'{trajectory.source}: advantage={advantages_T[wrong[0]]} must be finite, and token {wrong[0]} was sampled.')
+    made.append(Document(trajectory.tokens_T, trajectory.loss_mask_T, trajectory.source, {
+        'advantages': advantages_T, 'behavior_logprobs': trajectory.behavior_logprobs_T, **others}))
   return made
+
+
+def at_places(documents: Sequence[Document], compute: Callable[[Batch], jax.Array], place: Place, rows: int, length: int) -> list[np.ndarray]:
+  """Return for each document what `compute`, a global batch to array_BT, says at each of its places, [T]; every host gets all.
+
+  The last place, which predicts nothing, is there too.
+
+  Args:
+    place: of global batches.
+    rows, length: of a batch, over all hosts.
+  """
+  found: list[np.ndarray] = []
+  mine = host_rows(place, rows)
+  while len(found) < len(documents):
+    rest = documents[len(found):]
+    assignment, num_taken = plan((len(document.tokens_T) for document in rest), rows, length)
+    batch = pack_rows([[rest[index] for index in row] for row in assignment[mine]], length, denominator=1, aggregation='token_sum')
+    array_BT = compute(to_global(batch, place))
+    if jax.process_count() > 1:
+      array_BT = multihost_utils.process_allgather(array_BT, tiled=True)
+    array_BT, starts = to_host(array_BT, place, length), {}
+    for number, row in enumerate(assignment):
+      ends = np.cumsum([len(rest[index].tokens_T) for index in row])
+      starts |= {index: (number, int(end) - len(rest[index].tokens_T)) for index, end in zip(row, ends, strict=True)}
+    for index in range(num_taken):
+      row, start = starts[index]
+      found.append(array_BT[row, start:start + len(rest[index].tokens_T)])
+  return found
 
 
 def micro_batches(batch: Batch, count: int) -> list[Batch]:

@@ -32,6 +32,7 @@ METRICS_FILE = 'metrics.jsonl'
 TRAJECTORIES_FILE = 'trajectories.jsonl'
 CONFIG_FILE = 'config.json'
 DIFFERENCE_FILE = 'config_difference.json'
+OBJECTIVE_FILE = 'objective.txt'
 
 _SMOOTHING = 0.9  # Weight of the past in the step time that the progress line shows.
 
@@ -255,6 +256,14 @@ def write_config(workdir: str | Path, config: Mapping[str, Any], difference: Map
       path.rename(kept)
     _replace_text(path, text)
     _replace_text(path.with_name(DIFFERENCE_FILE), json.dumps(changes, indent=2) + '\n')
+
+
+def write_objective(workdir: str | Path, text: str) -> None:
+  """Write what the run maximizes (`rl.objective.describe`) into its directory, which is there; RuntimeError if that cannot be done."""
+  if jax.process_index() == 0:
+    path = Path(workdir) / OBJECTIVE_FILE
+    with _writing(path):
+      _replace_text(path, text)
 
 
 @functools.cache

@@ -112,25 +112,8 @@ class ReferenceLogprobs:
 def score_documents(documents: Sequence[Document], score: Callable[[Batch], jax.Array], place: Place, rows: int,
                     length: int) -> list[np.ndarray]:
   """Return for each document the logprobs of its learned tokens; arguments as in `ReferenceLogprobs.score`."""
-  found: list[np.ndarray] = []
-  host_rows = batching.host_rows(place, rows)
-  while len(found) < len(documents):
-    rest = documents[len(found):]
-    assignment, num_taken = batching.plan((len(document.tokens_T) for document in rest), rows, length)
-    mine = [[rest[index] for index in row] for row in assignment[host_rows]]
-    batch = batching.to_global(batching.pack_rows(mine, length, denominator=1, aggregation='token_sum'), place)
-    logprobs_BT = batching.to_host(_everywhere(score(batch)), place, length)
-    starts = {index: (number, sum(len(rest[before].tokens_T) for before in row[:place_in_row]))
-              for number, row in enumerate(assignment) for place_in_row, index in enumerate(row)}
-    for index in range(num_taken):
-      row, start = starts[index]
-      mask_T = rest[index].loss_mask_T[1:]
-      found.append(logprobs_BT[row, start:start + mask_T.size][mask_T])
-  return found
-
-
-def _everywhere(array_BT: jax.Array) -> jax.Array | np.ndarray:
-  return multihost_utils.process_allgather(array_BT, tiled=True) if jax.process_count() > 1 else array_BT
+  found = batching.at_places(documents, score, place, rows, length)
+  return [array_T[:-1][document.loss_mask_T[1:]] for array_T, document in zip(found, documents, strict=True)]
 
 
 def _num_targets(document: Document) -> int:

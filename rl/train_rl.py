@@ -1,15 +1,15 @@
 """The online loop: reinforcement learning with verifiable rewards, sampler and trainer on the same devices in turns.
 
-One step is: draw problems, sample a group of replies to each (`rollout.worker`), compare rewards within groups (`advantages`), pack, update
-(`learner`), publish the new weights to the sampler (`rollout.weights`); then evaluation and checkpoint on their schedules. GRPO and its
-variants are settings of these parts (`configs/grpo.py`).
+One step is: draw problems, sample a group of replies to each (`rollout.worker`), say what they earn (`rewards`) and what that means for their
+tokens (`estimation`, with a `critic` if there is one), update (`policy_update`), publish the new weights to the sampler (`rollout.weights`);
+then evaluation and checkpoint on their schedules. GRPO and its variants, REINFORCE++ and PPO are settings of these parts (`configs/grpo.py`,
+`configs/ppo.py`). Under rollout.staleness batches wait in a queue between sampling and the rest (`rollout.replay`).
 
 Every sample depends on its seeds alone, and what a step trains on depends on the samples and not on when they finished; so a killed run
 continues from its checkpoint as if nothing had happened, bit for bit. (Only failures of the infrastructure that outlast all attempts, and
-deadlines, change what is trained on.) Samples whose advantage is 0 count in every denominator but are not computed, where nothing but
-their advantage would give them a gradient.
+deadlines, change what is trained on.)
 
-Deliberately absent: sampling on other devices while training, and critics.
+Deliberately absent: sampling on other devices while training.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import logging
 from pathlib import Path
 import time
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -38,24 +38,31 @@ from models.config import ModelConfig
 from models.sampling import Sampling
 from models.sharding import Layout
 from models.tokenizer import Tokenizer
-from rl import advantages, batching, checkpoint, monitor, optimizer
+from rl import batching, checkpoint, estimation, monitor, objective, optimizer
 from rl import config as config_lib
+from rl import critic as critic_lib
 from rl import learner as learner_lib
-from rl import metrics as metrics_lib
+from rl import rewards as rewards_lib
 from rl import run as run_lib
 from rl.batching import Place
+from rl.critic import Critic
 from rl.curriculum import Curriculum, DomainConfig, heldout_problems, make_domains
+from rl.estimation import Estimate
 from rl.evals import runner
 from rl.learner import Learner
+from rl.policy_update import Updater
+from rl.rewards import Rewards, Source
 from rl.rl_config import RLConfig
 from rl.rollout import collection
 from rl.rollout.engine import Engine
 from rl.rollout.ledger import Ledger
+from rl.rollout.replay import ReplayQueue
 from rl.rollout.weights import Publisher
-from rl.rollout.worker import Worker
-from rl.types import Batch, Group, HostState, Params, Trajectory
+from rl.rollout.worker import Timing, Worker
+from rl.types import ActorCriticState, Document, Group, HostState, Params, TrainState
 
 _LOG = logging.getLogger(__name__)
+SNAPSHOTS = 'snapshots'
 _PROBE_TEXT = 'Ada had twelve apples and gave five of them to her friend. How many apples are left?'
 _PHASES = ('decode', 'environment', 'score', 'train', 'sync', 'log', 'evaluate', 'checkpoint', 'idle')
 _FREE_ON_RESUME = ('num_steps', 'checkpoint_every_steps', 'checkpoints_kept', 'eval.', 'cpu_devices', 'mesh.', 'layout.')
@@ -73,7 +80,8 @@ class Setup:
   place: Place
   learner: Learner
   frozen: Params
-  reference: Params | None
+  critic: Critic | None
+  updater: Updater
   lineage: dict[str, Any]
 
 
@@ -121,10 +129,23 @@ def set_up(config: RLConfig) -> tuple[Setup, Params]:
   learner = learner_lib.build(
       model, layout, mesh, optimizer.build(config.optimizer, config.num_updates),
       optimizer.schedule(config.optimizer, config.num_updates), full=is_full, loss=learner_lib.policy_loss(config.loss))
-  reference = jax.tree.map(jnp.copy, trainable) if is_full and config.loss.kl_coef else None
+  critic = None
+  if config.has_critic:
+    critic = critic_lib.build(config.critic, model, layout, mesh, frozen, full=is_full,
+                              num_updates=config.num_steps * config.minibatches * config.epochs)
+  needs_reference = config.loss.kl_coef or config.reward_kl.coef
+  reference = jax.tree.map(jnp.copy, trainable) if is_full and needs_reference else None
+  updater = Updater(config, learner, frozen, reference, critic, place)
   lineage = {'model': run_lib.model_fingerprint(config.model.path), 'tokenizer': tokenizer.fingerprint,
              'domains': {name: domain.version for name, domain in domains.items()}}
-  return Setup(model, tokenizer, domains, domain_configs, layout, mesh, place, learner, frozen, reference, lineage), trainable
+  return Setup(model, tokenizer, domains, domain_configs, layout, mesh, place, learner, frozen, critic, updater, lineage), trainable
+
+
+def initial_state(setup: Setup, trainable: Params) -> TrainState:
+  """Return the state at step 0, with the critic's where there is one; donates `trainable`."""
+  of_critic = setup.critic.init(trainable) if setup.critic else None
+  state = setup.learner.init(trainable)
+  return ActorCriticState(**vars(state), critic=of_critic) if setup.critic else state
 
 
 class Sampler:
@@ -163,56 +184,14 @@ class Sampler:
     return runner.evaluate(self.evaluator, problems, Sampling(temperature=config.eval.temperature))
 
 
-def make_batches(config: RLConfig, trajectories: Sequence[Trajectory], advantage_of: Sequence[float]) -> list[Batch]:
-  """Return the micro-batches of one optimizer step, as numpy."""
-  documents = batching.documents(trajectories, advantage_of)
-  denominator = batching.step_denominator(documents, config.aggregation, max_length=config.rollout.max_new_tokens)
-  if not (config.loss.kl_coef or config.loss.entropy_coef):
-    documents = [document for document, value in zip(documents, advantage_of, strict=True) if value != 0] or documents[:1]
-  max_segments = config.loss.max_segments if config.loss.ratio == 'sequence' else None
-  return batching.pack_step(documents, config.rows, config.length, aggregation=config.aggregation, denominator=denominator,
-                            max_segments=max_segments)
-
-
-def update(config: RLConfig, setup: Setup, state, groups: Sequence[Group], advantages_QU: np.ndarray, is_used_QU: np.ndarray,
-           clock: Clock) -> tuple[Any, dict]:
-  """Take the optimizer steps of one batch; returns (state, metrics of `learner.update` merged over them)."""
-  learner, total = setup.learner, None
-  needs_old = config.minibatches * config.epochs > 1
-  shares = np.array_split(np.arange(len(groups)), min(config.minibatches, len(groups)))
-
-  def place(batches):
-    return [batching.to_global(batch, setup.place) for batch in batches]
-
-  prepared = []
-  with clock.phase('score'):
-    for share in shares:
-      chosen = [(groups[row].trajectories[column], float(advantages_QU[row, column])) for row in share
-                for column in range(config.group_size) if is_used_QU[row, column]]
-      if not chosen:
-        continue
-      batches = place(make_batches(config, *zip(*chosen, strict=True)))
-      if needs_old:
-        batches = [batch.replace(old_logprobs_BT=learner.score(state.trainable, setup.frozen, batch).logprobs_BT) for batch in batches]
-      if config.loss.kl_coef:
-        batches = [batch.replace(reference_logprobs_BT=learner.score(setup.reference, setup.frozen, batch).logprobs_BT)
-                   for batch in batches]
-      prepared.append(batches)
-    jax.block_until_ready(prepared)
-  with clock.phase('train'):
-    for _ in range(config.epochs):
-      for batches in prepared:
-        state, metrics = learner.update(state, setup.frozen, batches)
-        total = metrics if total is None else metrics_lib.merge(total, metrics)
-    values = metrics_lib.compute(total)
-    jax.block_until_ready(state)
-  return state, values
-
-
-def run(config: RLConfig, workdir: str | Path, make_env: Callable[[Domain], Any] | None = None) -> dict[str, float]:
+def run(config: RLConfig, workdir: str | Path, make_env: Callable[[Domain], Any] | None = None, *, sources: Sequence[Source] = (),
+        watchers: Mapping[str, Callable[[Mapping | None], Watcher]] | None = None) -> dict[str, float]:
   """Train to `num_steps`, from the newest checkpoint in `workdir` if there is one; return the last evaluation (or {}).
 
-  `make_env(domain)` makes the environments; by default they are `ToolEnv`s.
+  Args:
+    make_env: makes the environments from their domain; by default they are `ToolEnv`s.
+    sources: of rewards beside the verifiers', such as a reward model; what they weigh is `config.reward`.
+    watchers: name -> makes one from the state in its checkpoint, or from None; they see what sources and verifiers say of the same samples.
 
   Raises:
     ValueError, FileNotFoundError: bad configuration, data or model; a checkpoint of another run.
@@ -221,10 +200,13 @@ def run(config: RLConfig, workdir: str | Path, make_env: Callable[[Domain], Any]
   """
   if jax.process_count() > 1:
     raise RuntimeError(f'rl.train_rl runs in one process, there are {jax.process_count()}; start it on one host.')
+  if config.reward.source_weight and not sources:
+    raise ValueError(f'reward.source_weight={config.reward.source_weight} pays what other sources than verifiers say, and there is none; give '
+                     'the run a reward model, or set it to 0.')
   workdir = Path(workdir)
   setup, trainable = set_up(config)
   resolved = config_lib.to_json(config)
-  state = setup.learner.init(trainable)
+  state = initial_state(setup, trainable)
   with contextlib.ExitStack() as stack:
     store = stack.enter_context(checkpoint.CheckpointStore(
         workdir / run_lib.CHECKPOINTS, every_steps=config.checkpoint_every_steps, keep=config.checkpoints_kept))
@@ -239,8 +221,13 @@ def run(config: RLConfig, workdir: str | Path, make_env: Callable[[Domain], Any]
     ledger = Ledger(**host.progress.get('ledger', {}))
     curriculum = Curriculum(setup.domains, setup.domain_configs, config.curriculum, config.seed, host.progress.get('curriculum'))
     sampler = Sampler(config, setup, state.trainable, first_step, ledger, make_env)
+    queue = ReplayQueue(host.progress.get('queue', ()))
+    of_watchers = host.progress.get('watchers', {})
+    watching = {name: make(of_watchers.get(name)) for name, make in (watchers or {}).items()}
     defaults = RLConfig(config.model, config.domains, config.num_steps, config.aggregation)
     monitor.write_config(workdir, resolved, config_lib.difference(config, defaults))
+    monitor.write_objective(workdir, objective.describe(config))
+    _LOG.info('The objective:\n%s', objective.describe(config))
     board = stack.enter_context(monitor.Monitor(
         workdir, total_steps=config.num_steps, start_step=first_step, plain_every_steps=1,
         flops_per_token=transformer.num_flops_per_token(setup.model, config.length, 1.0 if config.lora.rank == 0 else 0.0)))
@@ -248,19 +235,43 @@ def run(config: RLConfig, workdir: str | Path, make_env: Callable[[Domain], Any]
     stopping = stack.enter_context(run_lib.stop_signal())
     _LOG.info('%s: %d parameters, %d trained; %s; step %d of %d.', setup.model.family, params_lib.count(state.trainable) +
               params_lib.count(setup.frozen), params_lib.count(state.trainable), ', '.join(config.domains), first_step, config.num_steps)
-    return _Loop(config, setup, sampler, curriculum, ledger, board, log).run(state, host, store, first_step, stopping)
+    kl_coef = float(host.progress.get('kl_coef', config.reward_kl.coef))
+    loop = _Loop(config, setup, sampler, curriculum, ledger, queue, board, log, sources, watching, kl_coef)
+    return loop.run(state, host, store, first_step, stopping)
+
+
+class Watcher(Protocol):
+  """Sees, step by step, what is optimized and the truth, as `drift.Monitor` does."""
+
+  def observe(self, step: int, proxy_N: np.ndarray, truth_N: np.ndarray, problem_N: np.ndarray) -> Alarm | None:
+    """Take a step's samples: what the sources and the verifiers say of them, and which samples are of one problem."""
+
+  def metrics(self) -> dict[str, float]:
+    """Return what is to be logged of the step."""
+
+  def to_json(self) -> Any:
+    """Return the state as JSON values."""
+
+
+class Alarm(Protocol):
+  """What a watcher has seen, in words, and what is to be done: 'warn', 'snapshot' (a checkpoint that is kept) or 'stop'."""
+  reason: str
+  action: str
 
 
 class _Loop:
   """The steps of a run."""
 
-  def __init__(self, config: RLConfig, setup: Setup, sampler: Sampler, curriculum: Curriculum, ledger: Ledger, board: monitor.Monitor,
-               log: monitor.TrajectoryLog):
+  def __init__(self, config: RLConfig, setup: Setup, sampler: Sampler, curriculum: Curriculum, ledger: Ledger, queue: ReplayQueue,
+               board: monitor.Monitor, log: monitor.TrajectoryLog, sources: Sequence[Source], watchers: Mapping[str, Watcher],
+               kl_coef: float):
     self._config, self._setup, self._sampler = config, setup, sampler
-    self._curriculum, self._ledger, self._board, self._log = curriculum, ledger, board, log
+    self._curriculum, self._ledger, self._queue, self._board, self._log = curriculum, ledger, queue, board, log
+    self._sources, self._watchers, self._kl_coef = sources, watchers, kl_coef
     self._clock = Clock()
     self._num_skipped = 0
     self._pass_rate: float | None = None
+    self._alarms: list[Alarm] = []
 
   def run(self, state, host: HostState, store: checkpoint.CheckpointStore, first_step: int, stopping: Callable[[], bool]) -> dict[str, float]:
     config, results = self._config, {}
@@ -269,56 +280,140 @@ class _Loop:
     self._clock.take()
     for step in range(first_step + 1, config.num_steps + 1):
       state = self._step(step, state)
-      stop = stopping()
+      actions = {alarm.action for alarm in self._alarms}
+      stop = stopping() or 'stop' in actions
       if config.eval.every_steps and (step % config.eval.every_steps == 0 or step == config.num_steps):
         results = self._evaluate(step)
       host = dataclasses.replace(host, progress={
-          'step': step, 'ledger': self._ledger.to_json(), 'curriculum': self._curriculum.to_json()})
-      if step == config.num_steps or stop or store.is_due(step):
-        with self._clock.phase('checkpoint'):
+          'step': step, 'ledger': self._ledger.to_json(), 'curriculum': self._curriculum.to_json(), 'queue': self._queue.to_json(),
+          'kl_coef': self._kl_coef, 'watchers': {name: watcher.to_json() for name, watcher in self._watchers.items()}})
+      with self._clock.phase('checkpoint'):
+        if step == config.num_steps or stop or store.is_due(step):
           store.save(step, state, host)
+        if 'snapshot' in actions:
+          _snapshot(store, step, state, host)
       if stop and step < config.num_steps:
-        _LOG.warning('Stopped by a signal after step %d; run the same command again to go on.', step)
+        _LOG.warning('Stopped by %s after step %d; run the same command again to go on.', 'an alarm' if 'stop' in actions else 'a signal', step)
         break
     return results
 
   def _step(self, step: int, state) -> Any:
-    config, sampler, ledger, clock = self._config, self._sampler, self._ledger, self._clock
-    sampler.worker.take_timing()  # Whatever came before is not this step's.
-    collected = collection.collect(config, self._curriculum, sampler.worker, ledger)
-    timing = sampler.worker.take_timing()
-    clock.phases_s.update({'decode': timing.decode_s, 'environment': timing.environment_s})
-    ledger.check(queued=collected.num_queued, in_flight=sampler.worker.num_in_flight)
+    config, ledger, clock = self._config, self._ledger, self._clock
+    collected, timing = self._collect()
     groups = collected.groups
-    rewards_QU, is_used_QU = collection.rewards_of(config, groups)
-    advantages_QU = advantages.group_relative(rewards_QU, is_used_QU, **vars(config.advantage))
-    updated = {}
-    if is_used_QU.any():
-      state, updated = update(config, self._setup, state, groups, advantages_QU, is_used_QU, clock)
-      self._watch(step, updated)
-      with clock.phase('sync'):
-        has_changed = bool(np.any(advantages_QU)) and not updated['train/skipped_steps']
-        updated |= sampler.publish(state.trainable, step, has_changed=has_changed)
-    ledger.trained += int(is_used_QU.sum())
-    ledger.dropped['overlong'] += collected.num_queued - int(is_used_QU.sum())
-    ledger.check(queued=0, in_flight=sampler.worker.num_in_flight)
-    for group in (*groups, *(group for group, _ in collected.dropped)):
-      valid = [trajectory.reward for trajectory in group.trajectories if trajectory.is_valid]
-      if valid:
-        self._curriculum.update(group.trajectories[0].domain, group.trajectories[0].level, valid)
+    values = collection.summarize(collected, self._sampler.engine.version)
+    with clock.phase('score'):
+      rewards = rewards_lib.pay(config, groups, self._sources)
+      estimates, estimated = self._estimate(state, groups, rewards)
+    values |= estimated | self._observe(step, groups, rewards)
+    state, updated = self._update(step, state, groups, rewards, estimates)
+    ledger.trained += len(estimates)
+    ledger.dropped.update(rewards.dropped)
+    ledger.check(queued=self._queue.num_samples, in_flight=self._sampler.worker.num_in_flight)
     with clock.phase('log'):
-      self._log.write(step, 'train', [(trajectory, float(advantages_QU[row, column]), '') for row, group in enumerate(groups)
-                                      for column, trajectory in enumerate(group.trajectories)]
-                      + [(trajectory, None, cause) for group, cause in collected.dropped for trajectory in group.trajectories])
+      self._write(step, collected, rewards, estimates)
     phases_s = clock.take()
-    values = {**updated, **collection.summarize(collected, rewards_QU, is_used_QU, advantages_QU), **self._curriculum.metrics(),
-              'rollout/tokens_per_s': timing.num_tokens / max(timing.decode_s + timing.environment_s, 1e-9),
-              **{f'timing_s/{name}': seconds for name, seconds in phases_s.items()},
-              **{f'ledger/{name}': getattr(ledger, name) for name in ('issued', 'trained')},
-              **{f'ledger/dropped/{cause}': count for cause, count in ledger.dropped.items()}}
+    values |= {**updated, **self._curriculum.metrics(),
+               'rollout/tokens_per_s': timing.num_tokens / max(timing.decode_s + timing.environment_s, 1e-9),
+               **{f'timing_s/{name}': seconds for name, seconds in phases_s.items()},
+               **{f'ledger/{name}': getattr(ledger, name) for name in ('issued', 'trained')}, 'ledger/queued': self._queue.num_samples,
+               **{f'ledger/dropped/{cause}': count for cause, count in ledger.dropped.items()}}
     num_tokens = sum(len(trajectory.tokens_T) for group in groups for trajectory in group.trajectories)
     self._board.log_step(step, values, num_tokens, time.perf_counter(), self._notes(values, phases_s))
     return state
+
+  def _collect(self) -> tuple[collection.Collected, Timing]:
+    """Sample until more than `staleness` batches wait; return the oldest of them, and what sampling took."""
+    worker = self._sampler.worker
+    worker.take_timing()  # Whatever came before is not this step's.
+    while len(self._queue) <= self._config.rollout.staleness:
+      collected = collection.collect(self._config, self._curriculum, worker, self._ledger)
+      self._queue.put(collected)
+      for group in (*collected.groups, *(group for group, _ in collected.dropped)):
+        valid = [trajectory.reward for trajectory in group.trajectories if trajectory.is_valid]
+        if valid:
+          self._curriculum.update(group.trajectories[0].domain, group.trajectories[0].level, valid)
+    timing = worker.take_timing()
+    self._clock.phases_s.update({'decode': timing.decode_s, 'environment': timing.environment_s})
+    self._ledger.check(queued=self._queue.num_samples, in_flight=worker.num_in_flight)
+    return self._queue.take(), timing
+
+  def _estimate(self, state, groups: Sequence[Group], rewards: Rewards) -> tuple[list[Estimate], dict[str, float]]:
+    """Return an estimate of each used sample, and what is to be known of them; adapts the coefficient of the KL term."""
+    config, setup = self._config, self._setup
+    trajectories = estimation.used(groups, rewards)
+    if not trajectories:
+      return [], {}
+    documents, where = batching.documents(trajectories, [0.0] * len(trajectories)), (setup.place, config.rows, config.length)
+    differences = expectations = None
+    paid, values = rewards.paid_QU[rewards.is_used_QU], {}
+    if config.reward_kl.coef:
+      logprobs = batching.at_places(documents, setup.updater.reference_logprobs, *where)
+      differences = estimation.differences(trajectories, logprobs)
+      kl_N = estimation.sample_kl(trajectories, differences)
+      paid = paid - self._kl_coef * kl_N
+      values = {'objective/kl': float(kl_N.mean()), 'objective/kl_coef': self._kl_coef,
+                'objective/non_score_reward': -self._kl_coef * float(kl_N.mean())}
+    if setup.critic:
+      expectations = setup.critic.expect(state.critic.trainable, documents, *where)
+    estimates = estimation.estimate(config, groups, rewards, kl_coef=self._kl_coef, differences=differences, expectations=expectations)
+    if config.reward_kl.coef:
+      self._kl_coef = estimation.next_coef(config.reward_kl, self._kl_coef, values['objective/kl'])
+    return estimates, values | collection.spread('critic/rewards', paid) | estimation.summarize(trajectories, estimates)
+
+  def _observe(self, step: int, groups: Sequence[Group], rewards: Rewards) -> dict[str, float]:
+    """Show the watchers what sources and verifiers say of the same samples; return metrics of both."""
+    self._alarms, values = [], {}
+    if rewards.source_QU is None:
+      return values
+    used_QU = rewards.is_used_QU
+    proxy_N, truth_N = rewards.source_QU[used_QU], rewards.gold_QU[used_QU]
+    problem_N = np.array([groups[row].trajectories[0].group for row in np.nonzero(used_QU)[0]], np.int64)
+    for watcher in self._watchers.values():
+      alarm = watcher.observe(step, proxy_N, truth_N, problem_N)
+      values |= watcher.metrics()
+      if alarm is not None:
+        _LOG.warning('step %d: %s', step, alarm.reason)
+        self._alarms.append(alarm)
+    return values | collection.spread('reward/source', proxy_N) | collection.spread('reward/gold', truth_N)
+
+  def _update(self, step: int, state, groups: Sequence[Group], rewards: Rewards, estimates: Sequence[Estimate]) -> tuple[Any, dict]:
+    """Take the optimizer steps of a batch, if it has any sample, and publish; returns (state, metrics)."""
+    config, updater, clock = self._config, self._setup.updater, self._clock
+    updated: dict[str, float] = {'train/empty_batches': float(not estimates)}
+    only_critic = config.has_critic and step <= config.critic.warmup_steps
+    has_changed = False
+    if estimates:
+      with clock.phase('score'):
+        prepared = updater.prepare(state, self._shares(groups, rewards, estimates))
+        jax.block_until_ready(prepared)
+      with clock.phase('train'):
+        state, metrics = updater.apply(state, prepared, only_critic=only_critic)
+        jax.block_until_ready(state)
+      updated |= metrics
+      self._watch(step, updated)
+      has_changed = not only_critic and not updated['train/skipped_steps'] and any(one.advantages_T.any() for one in estimates)
+    with clock.phase('sync'):
+      updated |= self._sampler.publish(state.trainable, step, has_changed=has_changed)
+    return state, updated
+
+  def _shares(self, groups: Sequence[Group], rewards: Rewards, estimates: Sequence[Estimate]) -> list[list[Document]]:
+    """Return the documents of each optimizer step of a pass, each with its own share of the groups."""
+    documents = batching.documents(estimation.used(groups, rewards), [one.advantages_T for one in estimates],
+                                   [one.others for one in estimates])
+    rows = np.nonzero(rewards.is_used_QU)[0]
+    shares = np.array_split(np.arange(len(groups)), min(self._config.minibatches, len(groups)))
+    found = [[document for document, row in zip(documents, rows, strict=True) if row in share] for share in shares]
+    return [share for share in found if share]
+
+  def _write(self, step: int, collected: collection.Collected, rewards: Rewards, estimates: Sequence[Estimate]) -> None:
+    advantages_QU = np.zeros(rewards.is_used_QU.shape)
+    advantages_QU[rewards.is_used_QU] = [
+        one.advantages_T[trajectory.loss_mask_T].mean(dtype=np.float64)
+        for one, trajectory in zip(estimates, estimation.used(collected.groups, rewards), strict=True)]
+    self._log.write(step, 'train', [(trajectory, float(advantages_QU[row, column]), '') for row, group in enumerate(collected.groups)
+                                    for column, trajectory in enumerate(group.trajectories)]
+                    + [(trajectory, None, cause) for group, cause in collected.dropped for trajectory in group.trajectories])
 
   def _notes(self, values: Mapping[str, float], phases_s: Mapping[str, float]) -> list[str]:
     total_s = max(phases_s['total'], 1e-9)
@@ -328,10 +423,11 @@ class _Loop:
             f'{total_s:.1f} s: {shares}']
 
   def _watch(self, step: int, updated: Mapping[str, float]) -> None:
-    self._num_skipped = self._num_skipped + 1 if updated['train/skipped_steps'] else 0
+    is_skipped = any(updated.get(f'{part}/skipped_steps', 0) for part in ('train', 'critic'))
+    self._num_skipped = self._num_skipped + 1 if is_skipped else 0
     if self._num_skipped >= run_lib.MAX_SKIPPED_IN_A_ROW:
       raise RuntimeError(f'{self._num_skipped} steps in a row up to step {step} had a gradient that is not finite and were skipped; lower '
-                         f'optimizer.learning_rate={self._config.optimizer.learning_rate}.')
+                         f'optimizer.learning_rate={self._config.optimizer.learning_rate} or that of the critic.')
 
   def _evaluate(self, step: int) -> dict[str, float]:
     with self._clock.phase('evaluate'), self._board.paused():
@@ -342,3 +438,10 @@ class _Loop:
       self._board.write(step, values)
     _LOG.info('step %d: held-out pass@1 %s (%d of %d problems)', step, result.pass_rate, result.num_passed, result.num_graded)
     return values
+
+
+def _snapshot(store: checkpoint.CheckpointStore, step: int, state, host: HostState) -> None:
+  """Keep a checkpoint of this step that newer ones do not replace."""
+  with checkpoint.CheckpointStore(store.directory.parent / SNAPSHOTS, every_steps=1, keep=1_000_000) as kept:
+    if kept.latest_step() is None or kept.latest_step() < step:  # A run that was killed comes by here again.
+      kept.save(step, state, host)

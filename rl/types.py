@@ -52,7 +52,8 @@ class Trajectory:
       NaN elsewhere, so that a wrong use is loud.
     versions_T: int32, of the weights that sampled each token; -1 elsewhere.
     reward: of the episode, None exactly where the outcome is invalid (the infrastructure's failure, never 0).
-    parts: named scores behind the reward.
+    parts: named scores behind the reward, the last that the environment told.
+    turn_scores: of each of the policy's messages: by how much it raised the mean of the parts. () where the environment never told them.
     outcome: how the episode ended.
     terminated, truncated: as in Gymnasium.
     num_turns, num_tool_calls, num_tool_errors: the policy's messages, its calls, and those of them answered by an error.
@@ -81,6 +82,7 @@ class Trajectory:
   num_tool_calls: int = 0
   num_tool_errors: int = 0
   parts: Mapping[str, float] = field(default_factory=dict)
+  turn_scores: tuple[float, ...] = ()
   timing_s: Mapping[str, float] = field(default_factory=dict)
   messages: tuple[Message, ...] = ()
   reason: str = ''
@@ -101,6 +103,10 @@ class Trajectory:
                        'not the policy\'s doing.')
     if self.reward is not None and not np.isfinite(self.reward):
       raise ValueError(f'{self.source}: reward={self.reward} must be finite.')
+    num_turns = np.count_nonzero(self.loss_mask_T & np.diff(self.loss_mask_T, prepend=False))
+    if self.turn_scores and len(self.turn_scores) != num_turns:
+      raise ValueError(f'{self.source}: {len(self.turn_scores)} turn_scores for the {num_turns} messages that the policy sampled; give each '
+                       'one, or none.')
 
   @property
   def source(self) -> str:
@@ -173,6 +179,12 @@ class TrainState:
   opt_state: Any
 
 
+@struct.dataclass
+class ActorCriticState(TrainState):
+  """A policy's state with its critic's beside it; whoever reads the policy from a checkpoint of it need not know."""
+  critic: TrainState
+
+
 @dataclass(frozen=True)
 class HostState:
   """What resuming needs besides arrays; JSON-able.
@@ -183,7 +195,7 @@ class HostState:
     config: the resolved configuration as plain JSON.
     revision: code revision, '' outside a checkout.
     lineage: model source and data fingerprints.
-    progress: of reinforcement learning: the curriculum, its frontier of problems, and the ledger.
+    progress: of reinforcement learning: the curriculum and its frontier of problems, the ledger, samples that wait, and what adapts.
   """
   documents: int
   seed: int

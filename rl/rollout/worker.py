@@ -54,6 +54,8 @@ class RolloutConfig:
     group_timeout_s: deadline of a group; what is not finished then is cancelled.
     max_attempts: how often a sample is issued when it is not the policy that fails.
     min_group_size: groups with fewer valid samples are dropped.
+    staleness: batches that wait between sampling and training, so that a step trains on samples of weights that are so many versions old,
+      as an asynchronous sampler's are; 0 is on-policy.
   """
   max_new_tokens: int = 128
   max_length: int = 512
@@ -65,6 +67,7 @@ class RolloutConfig:
   group_timeout_s: float = 900.0
   max_attempts: int = 3
   min_group_size: int = 2
+  staleness: int = 0
 
   def __post_init__(self):
     for name in ('max_new_tokens', 'max_length', 'slots', 'steps_per_launch', 'prefill_chunk', 'max_attempts', 'min_group_size'):
@@ -73,6 +76,8 @@ class RolloutConfig:
     for name in ('env_timeout_s', 'group_timeout_s'):
       if not getattr(self, name) > 0:
         raise ValueError(f'rollout.{name}={getattr(self, name)} must be positive.')
+    if self.staleness < 0:
+      raise ValueError(f'rollout.staleness={self.staleness} must not be negative; 0 trains on what the newest weights sampled.')
 
 
 @dataclass(frozen=True)
@@ -107,10 +112,18 @@ class _Episode:
   versions: list[int] = field(default_factory=list)
   messages: list[dict[str, Any]] = field(default_factory=list)
   in_engine: bool = False
+  parts: Mapping[str, float] = field(default_factory=dict)
+  turn_scores: list[float] = field(default_factory=list)
 
   @property
   def key(self) -> tuple[int, int, int]:
     return self.group.assignment.ordinal, self.sample, self.attempt
+
+  def score_turn(self, parts: Mapping[str, float]) -> None:
+    """Take note of what the environment told after a message of the policy; where it told nothing, nothing was added."""
+    before = _mean(self.parts)
+    self.parts = parts or self.parts
+    self.turn_scores.append(_mean(self.parts) - before)
 
   def append(self, tokens, is_sampled: bool, logprobs=None, versions=None) -> None:
     count = len(tokens)
@@ -250,6 +263,13 @@ class Worker:
       return
     _, terminated, truncated, info = rest
     episode.messages += [dict(message) for message in messages]
+    parts = {name: float(part) for name, part in info.get('parts', {}).items()}
+    numbers = [*parts.values(), *([info['score']] if (terminated or truncated) and info['valid'] else [])]
+    if not np.isfinite(numbers).all():
+      self._finish(episode, Outcome.VERIFIER_ERROR, None, detail=f'The environment gave score={info.get("score")}, parts={parts}; scores must '
+                   'be finite.')
+      return
+    episode.score_turn(parts)
     if terminated or truncated:
       self._finish(episode, Outcome(info['outcome']), info['score'] if info['valid'] else None, info=info, terminated=terminated,
                    truncated=truncated)
@@ -322,9 +342,10 @@ class Worker:
     group.done[episode.sample] = Trajectory(
         tokens_T=np.asarray(episode.ids, np.int32), loss_mask_T=np.asarray(episode.mask, np.bool_),
         behavior_logprobs_T=np.asarray(episode.logprobs, np.float32), versions_T=np.asarray(episode.versions, np.int32),
-        reward=reward, parts=dict(info.get('parts', {})), outcome=outcome, terminated=terminated, truncated=truncated,
-        num_turns=sum(message['role'] == 'assistant' for message in episode.messages), num_tool_calls=info.get('num_tool_calls', 0),
-        num_tool_errors=info.get('num_tool_errors', 0), problem_id=problem.id, domain=problem.domain, level=problem.level,
+        reward=reward, parts=episode.parts, turn_scores=_turn_scores(episode) if is_valid else (), outcome=outcome,
+        terminated=terminated, truncated=truncated, num_turns=sum(message['role'] == 'assistant' for message in episode.messages),
+        num_tool_calls=info.get('num_tool_calls', 0), num_tool_errors=info.get('num_tool_errors', 0),
+        problem_id=problem.id, domain=problem.domain, level=problem.level,
         group=group.assignment.ordinal, sample=episode.sample,
         timing_s={'total': time.monotonic() - episode.start_s, 'environment': episode.environment_s},
         messages=tuple(episode.messages), reason=detail or str(info.get('reason', '')), evidence=problem.evidence)
@@ -358,6 +379,19 @@ class Worker:
     self._calls.clear()
     for episode in list(self._live.values()):
       self._finish(episode, Outcome.CANCELLED, None, detail='The collection was abandoned.', is_final=True)
+
+
+def _mean(parts: Mapping[str, float]) -> float:
+  return sum(parts.values()) / len(parts) if parts else 0.0
+
+
+def _turn_scores(episode: _Episode) -> tuple[float, ...]:
+  """Return the scores of the messages that were sampled; a message that had no room, and is empty, counts with the one before."""
+  if not episode.parts:
+    return ()
+  sampled = np.asarray(episode.mask)
+  num_turns, scores = np.count_nonzero(sampled & np.diff(sampled, prepend=False)), episode.turn_scores
+  return (*scores[:num_turns - 1], sum(scores[num_turns - 1:]))
 
 
 def _close(env: gymnasium.Env) -> None:

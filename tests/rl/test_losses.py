@@ -52,27 +52,40 @@ def paper(logprobs, data, config, at):
   total = 0.0
   for place in np.argwhere(MASK):
     row, t = place
-    A, old = data['advantages'][row, t], data['old'][row, t]
+    A, old = data['advantages'][row, t], data['old' if config.decoupled else 'behavior'][row]
+    mine = MASK[row] & (SEGMENTS[row] == SEGMENTS[row, t])
 
     def ratio(values):
       if config.ratio == 'token':
-        return np.exp(values[row, t] - data['old'][row, t])
-      mine = MASK[row] & (SEGMENTS[row] == SEGMENTS[row, t])
-      return np.prod(np.exp(values[row, mine] - data['old'][row, mine])) ** (1 / mine.sum())
+        return np.exp(values[row, t] - old[t])
+      return np.prod(np.exp(values[row, mine] - old[mine])) ** (1 / mine.sum())
 
     r, low, high = ratio(logprobs), 1 - config.clip_low, 1 + config.clip_high
     if config.kind == 'clip':
       objective = min(r * A, min(max(r, low), high) * A)
       if config.dual_clip is not None and A < 0:
         objective = max(objective, config.dual_clip * A)
+    elif config.kind == 'dppo':
+      rise = np.exp(at[row, t]) - np.exp(old[t])
+      objective = 0 if (A > 0 and rise > config.clip_high) or (A < 0 and -rise > config.clip_low) else r * A
     elif config.kind == 'cispo':
       objective = min(max(ratio(at), low), high) * A * logprobs[row, t]
     else:
       objective = A * logprobs[row, t]
     if config.importance_cap is not None:
-      objective *= min(np.exp(old - data['behavior'][row, t]), config.importance_cap)
+      of_tokens = np.exp(data['old'][row] - data['behavior'][row])
+      weight = {'token': of_tokens[t], 'sequence': np.prod(of_tokens[mine]),
+                'geometric': np.prod(of_tokens[mine]) ** (1 / mine.sum())}[config.importance_level]
+      least = config.importance_low or 0
+      is_inside = least <= weight <= config.importance_cap
+      objective *= {'truncate': max(min(weight, config.importance_cap), least), 'mask': weight * is_inside,
+                    'filter': 1 * is_inside}[config.importance_mode]
+    if config.opsm_nats is not None and A < 0 and np.mean(data['behavior'][row, mine] - at[row, mine]) > config.opsm_nats:
+      objective = 0
     d = logprobs[row, t] - data['reference'][row, t]
     kl = d**2 / 2 if config.kl_estimator == 'k2' else np.exp(-d) - 1 + d
+    if config.kl_estimator == 'k3_corrected':
+      kl *= np.exp(logprobs[row, t] - old[t])
     total += data['weight'][row, t] * (-objective + config.kl_coef * kl - config.entropy_coef * data['entropy'][row, t])
   return total
 
@@ -91,6 +104,16 @@ CONFIGS = {
     'gspo': PolicyLossConfig(ratio='sequence', clip_low=0.03, clip_high=0.04, max_segments=2),
     'cispo': PolicyLossConfig(kind='cispo', clip_low=1.0, clip_high=0.2),
     'reinforce': PolicyLossConfig(kind='reinforce'),
+    'dppo': PolicyLossConfig(kind='dppo', clip_low=0.02, clip_high=0.02, kl_coef=0.3, kl_estimator='k3_corrected'),
+    'naive': PolicyLossConfig(decoupled=False, importance_cap=None, clip_low=0.1, clip_high=0.1, kl_coef=0.3, kl_estimator='k3_corrected'),
+    'naive_gspo': PolicyLossConfig(decoupled=False, importance_cap=None, ratio='sequence', clip_low=0.03, clip_high=0.04),
+    'naive_dppo': PolicyLossConfig(kind='dppo', clip_low=0.02, clip_high=0.02, decoupled=False, importance_cap=None),
+    'sequence_tis': PolicyLossConfig(importance_level='sequence', importance_cap=1.1),
+    'sequence_mis': PolicyLossConfig(importance_level='sequence', importance_mode='mask', importance_cap=1.1),
+    'geometric': PolicyLossConfig(importance_level='geometric', importance_mode='filter', importance_low=0.9, importance_cap=1.1),
+    'icepop': PolicyLossConfig(importance_mode='mask', importance_low=0.8, importance_cap=1.2),
+    'both_truncated': PolicyLossConfig(kind='cispo', importance_low=0.9, importance_cap=1.1),
+    'opsm': PolicyLossConfig(opsm_nats=0.05),
 }
 
 
@@ -116,8 +139,70 @@ def test_gradients_are_finite_differences_of_the_papers(name):
     assert 0 < metrics['policy/pg_clipfrac'] < 1
 
 
+def test_the_settings_of_these_tests_drop_and_bound_some_tokens_and_not_all():
+  found = {name: [total_and_metrics(arrays(seed), config)[3] for seed in range(3)] for name, config in CONFIGS.items()}
+  for name, key in (('sequence_tis', 'capped'), ('both_truncated', 'capped'), ('sequence_mis', 'masked'), ('geometric', 'masked'),
+                    ('icepop', 'masked'), ('opsm', 'opsm')):
+    assert any(0 < metrics[f'mismatch/{key}_fraction'] < 1 for metrics in found[name]), name
+  assert all('mismatch/capped_fraction' not in metrics and 'mismatch/masked_fraction' not in metrics for metrics in found['naive'])
+
+
+def test_importance_weights_by_hand():
+  # Document 1 of row 0 has two sampled tokens, of weights 2 and 4: product 8, geometric mean sqrt(8). Advantage 1, ratio 1: loss = -w.
+  data = arrays() | {'advantages': np.ones(SHAPE), 'behavior': np.zeros(SHAPE), 'old': np.zeros(SHAPE), 'logprobs': np.zeros(SHAPE)}
+  data['behavior'][0, [1, 2]] = -np.log([2, 4])
+  wanted = {
+      ('token', 'truncate', None, 3): (2, 3), ('token', 'truncate', 3, 5): (3, 4), ('token', 'mask', None, 3): (2, 0),
+      ('token', 'filter', None, 3): (1, 0), ('token', 'mask', 3, 5): (0, 4), ('sequence', 'truncate', None, 3): (3, 3),
+      ('sequence', 'truncate', None, 9): (8, 8), ('sequence', 'mask', None, 9): (8, 8), ('sequence', 'mask', None, 7): (0, 0),
+      ('geometric', 'truncate', None, 9): (8**0.5, 8**0.5), ('geometric', 'filter', 2, 3): (1, 1), ('geometric', 'filter', 2.9, 3): (0, 0)}
+  for (level, mode, low, cap), weights in wanted.items():
+    config = PolicyLossConfig(importance_level=level, importance_mode=mode, importance_low=low, importance_cap=cap)
+    _, loss_BT, _, _ = total_and_metrics(data | {'old': np.zeros(SHAPE)}, config)
+    np.testing.assert_allclose(-loss_BT[0, [1, 2]], weights, rtol=1e-6, err_msg=str((level, mode, low, cap)))
+
+
+def test_off_policy_sequences_are_dropped_by_hand():
+  # Means of log behavior - log policy over the sampled tokens: 0.3 in both documents of row 0, of which the second has A < 0.
+  data = arrays() | {'behavior': np.zeros(SHAPE), 'old': np.zeros(SHAPE), 'logprobs': np.zeros(SHAPE)}
+  data['logprobs'][0, [1, 2, 4, 5, 6]] = -np.array([0.1, 0.5, 0.0, 0.0, 0.9])
+  for limit, is_kept in ((0.29, False), (0.31, True)):
+    _, loss_BT, (grad, _), metrics = total_and_metrics(data, PolicyLossConfig(opsm_nats=limit, clip_low=1.0, clip_high=9.0))
+    assert loss_BT[0, [4, 5, 6]].any() == grad[0, [4, 5, 6]].any() == is_kept
+    assert loss_BT[0, [1, 2]].all() and loss_BT[1][MASK[1]].all()
+    assert metrics['mismatch/opsm_fraction'] == pytest.approx(0 if is_kept else 3 / MASK.sum())
+
+
+@pytest.mark.parametrize('estimator, of_reference', [('k2', False), ('k3', True), ('k3_corrected', False)])
+@pytest.mark.parametrize('is_on_policy', [True, False])
+def test_gradients_of_kl_estimators_are_those_of_divergences(estimator, of_reference, is_on_policy):
+  """The mean over all tokens of a vocabulary, weighted by who sampled them, is exact: no sampling error hides a wrong gradient."""
+  logits, other, old = np.array([0.3, -0.5, 1.0]), np.array([-0.2, 0.4, 0.1]), np.array([0.9, 0.0, 0.2])
+  old = logits if is_on_policy else old
+
+  def log_softmax(values):
+    return values - np.log(np.exp(values).sum())
+
+  def divergence(values):
+    pair = (log_softmax(other), log_softmax(values)) if of_reference else (log_softmax(values), log_softmax(other))
+    return np.sum(np.exp(pair[0]) * (pair[0] - pair[1]))
+
+  def loss(values):
+    row = lambda array: jnp.asarray(log_softmax(array), jnp.float32)[None]  # noqa: E731
+    one = np.ones((1, 3), np.int32)
+    batch = Batch(one, one, one, jnp.asarray(one), jnp.exp(row(old)), advantages_BT=jnp.zeros((1, 3)), old_logprobs_BT=row(old),
+                  reference_logprobs_BT=row(other))
+    config = PolicyLossConfig(kl_coef=1.0, kl_estimator=estimator, importance_cap=None)
+    return jnp.sum(losses.policy_loss_BT(jax.nn.log_softmax(values)[None], batch, config)[0] * batch.loss_weight_BT)
+
+  wanted = [(divergence(logits + step) - divergence(logits - step)) / 2e-5 for step in 1e-5 * np.eye(3)]
+  close = np.allclose(jax.grad(loss)(jnp.asarray(logits, jnp.float32)), wanted, atol=1e-5)
+  # Off policy only the corrected one keeps its promise.
+  assert close == (is_on_policy or estimator == 'k3_corrected')
+
+
 @pytest.mark.parametrize('ratio', ['token', 'sequence'])
-@pytest.mark.parametrize('kind', ['clip', 'cispo'])
+@pytest.mark.parametrize('kind', ['clip', 'cispo', 'naive'])
 @pytest.mark.parametrize('advantage', [1.0, -1.0])
 @pytest.mark.parametrize('place', ['far below', 'below', 'low', 'inside', 'high', 'above', 'far above'])
 def test_gradient_inside_at_and_outside_the_clip(ratio, kind, advantage, place):
@@ -126,10 +211,11 @@ def test_gradient_inside_at_and_outside_the_clip(ratio, kind, advantage, place):
     with pytest.raises(ValueError, match="ratio='sequence' with kind='cispo' is not defined"):
       PolicyLossConfig(kind=kind, ratio=ratio)
     return
-  config = PolicyLossConfig(kind=kind, ratio=ratio, clip_low=0.25, clip_high=0.5, importance_cap=None, max_segments=2, dual_clip=None)
+  is_naive, kind = kind == 'naive', kind.replace('naive', 'clip')
+  config = PolicyLossConfig(kind=kind, ratio=ratio, clip_low=0.25, clip_high=0.5, importance_cap=None, max_segments=2, decoupled=not is_naive)
   value = {'far below': 0.01, 'below': 0.7, 'low': 0.75, 'inside': 1.1, 'high': 1.5, 'above': 1.6, 'far above': 50.0}[place]
   data = arrays() | {'advantages': np.full(SHAPE, advantage)}
-  data['logprobs'] = data['old'] + np.log(value)
+  data['logprobs'] = data['behavior' if is_naive else 'old'] + np.log(value)
   _, _, (grad, _), _ = total_and_metrics(data, config)
   for token in map(tuple, np.argwhere(MASK)):
     sides = sorted(slope(data, config, token, step) for step in (1e-7, -1e-7))
@@ -138,6 +224,22 @@ def test_gradient_inside_at_and_outside_the_clip(ratio, kind, advantage, place):
     if kind == 'clip' and place in ('far below', 'below', 'above', 'far above'):
       # Below the range only a positive advantage pulls, above it only a negative one.
       assert (grad[token] == 0) == ((advantage < 0) == ('below' in place))
+
+
+@pytest.mark.parametrize('advantage', [1.0, -1.0])
+@pytest.mark.parametrize('rise', [-0.39, -0.26, -0.25, 0.0, 0.5, 0.51, 0.59])
+def test_gradient_inside_at_and_outside_the_bounds_of_probability(advantage, rise):
+  """A token of probability 0.4 may fall by 0.25 and rise by 0.5; the gradient is that of the ratio, and none beyond."""
+  config = PolicyLossConfig(kind='dppo', clip_low=0.25, clip_high=0.5, importance_cap=None)
+  data = arrays() | {'advantages': np.full(SHAPE, advantage), 'old': np.full(SHAPE, np.log(0.4)), 'logprobs': np.full(SHAPE, np.log(0.4 + rise))}
+  _, loss_BT, (grad, _), _ = total_and_metrics(data, config)
+  ratio = (0.4 + rise) / 0.4
+  # The derivative of -A r by the logprob is -A r.
+  allowed = {0.0, -advantage * ratio} if rise in (-0.25, 0.5) else {
+      0.0 if (rise < -0.25 and advantage < 0) or (rise > 0.5 and advantage > 0) else -advantage * ratio}
+  for token in map(tuple, np.argwhere(MASK)):
+    assert any(grad[token] == pytest.approx(value * data['weight'][token], rel=1e-5) for value in allowed)
+    assert any(loss_BT[token] == pytest.approx(value, rel=1e-5) for value in allowed)
 
 
 def test_first_update_on_policy_is_the_policy_gradient():
@@ -213,18 +315,26 @@ def test_a_ratio_beyond_float32_does_not_spoil_a_clipped_gradient():
   assert not grad.any() and metrics['policy/pg_clipfrac'] == 1
 
 
-def test_more_documents_than_declared_are_loud():
-  value, loss_BT, _, _ = total_and_metrics(arrays(), dataclasses.replace(CONFIGS['gspo'], max_segments=1))
-  assert np.isnan(value) and np.isfinite(loss_BT[SEGMENTS == 1]).all()
+@pytest.mark.parametrize('name', ['gspo', 'sequence_tis', 'geometric', 'opsm'])
+def test_more_documents_than_declared_are_loud(name):
+  assert CONFIGS[name].segment_limit is not None and CONFIGS['grpo'].segment_limit is None
+  value, loss_BT, (grad, _), _ = total_and_metrics(arrays(), dataclasses.replace(CONFIGS[name], max_segments=1))
+  assert np.isnan(value) and np.isnan(grad).any() and np.isfinite(loss_BT[SEGMENTS == 1]).all()
 
 
 @pytest.mark.parametrize('fields, message', [
     ({'kl_estimator': 'k1'}, r"kl_estimator='k1' is no loss: its gradient is the score function, whose mean .* is 0"),
-    ({'kl_estimator': 'k4'}, r"kl_estimator='k4' is unknown; use one of k2, k3"), ({'kind': 'ppo'}, r"kind='ppo' is unknown"),
+    ({'kl_estimator': 'k4'}, r"kl_estimator='k4' is unknown; use one of k2, k3, k3_corrected"), ({'kind': 'ppo'}, r"kind='ppo' is unknown"),
     ({'ratio': 'turn'}, r"ratio='turn' is unknown; use one of token, sequence"),
     ({'clip_low': 1.5}, r'clip_low=1.5 must be above 0 and at most 1'), ({'clip_high': 0.0}, r'clip_high=0.0 above 0'),
     ({'dual_clip': 1.1}, r'dual_clip=1.1 with .* above 1 \+ clip_high'), ({'kind': 'cispo', 'dual_clip': 3.0}, r"needs kind='clip'"),
     ({'kind': 'reinforce', 'ratio': 'sequence'}, r'is not defined'), ({'max_segments': 0}, r'max_segments=0 must be at least 1'),
+    ({'importance_level': 'turn'}, r"importance_level='turn' is unknown; use one of token, sequence, geometric"),
+    ({'importance_mode': 'drop'}, r"importance_mode='drop' is unknown; use one of truncate, mask, filter"),
+    ({'importance_low': 2.0}, r'importance_low=2.0 must be from 0 to below importance_cap=2.0'),
+    ({'importance_low': 0.5, 'importance_cap': None}, r'importance_low=0.5 .* without a cap there is no importance weight'),
+    ({'importance_mode': 'mask', 'importance_cap': None}, r"importance_mode='mask' say how importance_cap is used, and it is None"),
+    ({'decoupled': False}, r'decoupled=False with importance_cap=2.0 would correct twice'), ({'opsm_nats': -0.1}, r'opsm_nats=-0.1 must not'),
     ({'importance_cap': 0.0}, r'importance_cap=0.0 must be positive, or None'), ({'kl_coef': -1.0}, r'kl_coef=-1.0 .* must not be negative')])
 def test_settings_that_make_no_sense_are_refused(fields, message):
   with pytest.raises(ValueError, match=message):
@@ -234,6 +344,8 @@ def test_settings_that_make_no_sense_are_refused(fields, message):
 @pytest.mark.parametrize('missing, config, message', [
     ('advantages_BT', PolicyLossConfig(), r'advantages_BT is None'),
     ('behavior_logprobs_BT', PolicyLossConfig(), r'importance_cap=2.0 .* batch.behavior_logprobs_BT is None; pack the logprobs'),
+    ('behavior_logprobs_BT', PolicyLossConfig(decoupled=False, importance_cap=None), r'decoupled=False, .* batch.behavior_logprobs_BT is None'),
+    ('behavior_logprobs_BT', PolicyLossConfig(importance_cap=None, opsm_nats=0.1), r'opsm_nats=0.1 need the policy that sampled'),
     ('reference_logprobs_BT', PolicyLossConfig(kl_coef=0.1), r'kl_coef=0.1 .* batch.reference_logprobs_BT is None; score the batch'),
     ('', PolicyLossConfig(entropy_coef=0.1), r'entropy_coef=0.1 needs entropy_BT')])
 def test_a_missing_array_is_an_error_and_never_zeros(missing, config, message):

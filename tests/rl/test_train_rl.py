@@ -18,7 +18,7 @@ from configs import grpo
 from envs.core import EnvironmentFailure, Reason, Verdict
 from envs.tool_env import ToolEnv
 from models import hf_weights, sharding
-from rl import checkpoint, policy, train, train_rl
+from rl import checkpoint, objective, policy, rewards, train, train_rl
 from rl import config as config_lib
 from rl import learner as learner_lib
 from rl.curriculum import DomainConfig
@@ -26,7 +26,6 @@ from rl.data.tasks import TaskConfig
 from rl.losses import PolicyLossConfig
 from rl.optimizer import OptimizerConfig
 from rl.rl_config import EvalConfig, RLConfig
-from rl.rollout import collection
 from rl.rollout.worker import RolloutConfig
 from rl.run import LayoutConfig, LoraConfig, MeshConfig, ModelSource
 from tests import tiny_model, toys
@@ -249,8 +248,7 @@ def run_to_the_end(model, workdir):
 
 
 def final_state(model, workdir):
-  setup, trainable = train_rl.set_up(make_config(model))
-  abstract = learner_lib.abstract_state(setup.learner.init(trainable))
+  abstract = learner_lib.abstract_state(train_rl.initial_state(*train_rl.set_up(make_config(model))))
   return checkpoint.read_state(workdir / 'checkpoints', abstract), checkpoint.read_host(workdir / 'checkpoints')
 
 
@@ -288,7 +286,8 @@ def test_a_finished_run_is_not_run_again_and_another_is_refused(learned, model):
   assert (workdir / 'trajectories.jsonl').read_bytes() == before
 
 
-@pytest.mark.parametrize('variant', list(grpo.VARIANTS))
+# Those that differ in what the loop has to do; that the others are built is seen in test_objective.
+@pytest.mark.parametrize('variant', ['grpo', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'rloo', 'opo', 'naive', 'deepseek_v32'])
 def test_variants_are_settings(model, tmp_path, variant):
   config = grpo.get_config(f'variant={variant}')
   config.model.path = str(model)
@@ -301,6 +300,7 @@ def test_variants_are_settings(model, tmp_path, variant):
   train_rl.run(built, tmp_path / 'run')
   records = steps_of(tmp_path / 'run')
   assert records[2]['train/grad_norm'] > 0 and np.isfinite(records[2]['train/loss'])
+  assert (tmp_path / 'run/objective.txt').read_text() == objective.describe(built)
   # The reference is the policy before the first step.
   assert abs(records[1]['policy/reference_kl_k1']) < 0.05 and records[2]['policy/reference_kl_k2'] > 0
   if variant == 'dapo':
@@ -319,6 +319,11 @@ def test_adapters_are_trained_against_their_base(model, tmp_path):
   assert tuned.chat_template == 'plain'
 
 
+def paid(config, groups):
+  found = rewards.pay(config, groups)
+  return found.paid_QU, found.is_used_QU
+
+
 def test_overlong_samples():
   from rl.types import Group
   from tests.rl.test_worker import collect, make_worker
@@ -328,13 +333,13 @@ def test_overlong_samples():
   groups = collect(worker, domain, 1, 3)
   assert [one.outcome for one in groups[0].trajectories] == ['ok', 'ok', 'length']
   config = make_config('/model', group_size=3, rollout=dataclasses.replace(ROLLOUT, max_new_tokens=4), overlong_buffer=2)
-  rewards, used = collection.rewards_of(config, groups)
-  assert rewards.tolist() == [[1.0, 0.0, 0.0]] and used.tolist() == [[True] * 3]
-  rewards, used = collection.rewards_of(dataclasses.replace(config, overlong='mask'), groups)
+  earned, used = paid(config, groups)
+  assert earned.tolist() == [[1.0, 0.0, 0.0]] and used.tolist() == [[True] * 3]
+  earned, used = paid(dataclasses.replace(config, overlong='mask'), groups)
   assert used.tolist() == [[True, True, False]]
   # Replies of 2, 4 and 4 tokens, their ends included; the buffer is tokens 3 and 4.
-  rewards, _ = collection.rewards_of(dataclasses.replace(config, overlong='penalty'), groups)
-  assert rewards.tolist() == [[1.0, -1.0, -1.0]]
+  earned, _ = paid(dataclasses.replace(config, overlong='penalty'), groups)
+  assert earned.tolist() == [[1.0, -1.0, -1.0]]
   assert isinstance(groups[0], Group)
 
 

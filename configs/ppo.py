@@ -1,0 +1,29 @@
+"""PPO with a critic (arXiv:1707.06347), for verifiable rewards and, with a reward model, for human feedback; a few settings over GRPO's.
+
+python -m launch.train --config=configs/ppo.py --config.model.path=MODEL \
+    --config.domains="{'word_problems/generated': {'levels': (1, 2)}}" --workdir=runs/ppo
+"""
+
+import ml_collections
+
+from configs import grpo
+
+
+def get_config() -> ml_collections.ConfigDict:
+  config = grpo.get_config()
+  config.groups = 128  # one sample of a problem is enough: the critic is what it is compared with
+  config.group_size = 1
+  config.rollout.min_group_size = 1
+  config.advantage.estimator = 'gae'
+  config.advantage.center = 'none'
+  config.advantage.scale = 'none'
+  config.advantage.trace = 0.95
+  config.advantage.whiten = True
+  config.critic.optimizer.learning_rate = 1e-5
+  config.critic.trace = 1.0  # returns without bias, as replies are long and rewards come at their end
+  config.critic.warmup_steps = 5
+  config.aggregation = 'token_mean'
+  config.minibatches = 4
+  # arXiv:1909.08593 sec. 2.2: the KL divergence is a part of the reward; a target (in nats of a sample) adapts the coefficient.
+  config.reward_kl.coef = 0.001
+  return config
