@@ -60,9 +60,9 @@ PEERS = {
     # and its deviation is that of the siblings, here the group's.
     'as_nemo_rl': {'aggregation': 'token_mean', 'advantage.center': 'leave_one_out', 'loss.kl_coef': 0.01, 'loss.kl_estimator': 'k3',
                    **_NO_IMPORTANCE},
-    # OpenRLHF at 021d1b0, cli/train_ppo_ray.py with --advantage_estimator group_norm: 1024 samples in minibatches of 128. Its k1 penalty of
-    # 0.01 is in the reward; k2 in the loss, its own alternative, has the same gradient on average.
-    'as_openrlhf': {'aggregation': 'token_mean', 'advantage.epsilon': 1e-9, 'minibatches': 8, 'loss.kl_coef': 0.01, **_NO_IMPORTANCE},
+    # OpenRLHF at 021d1b0, cli/train_ppo_ray.py with --advantage_estimator group_norm: k1 in the reward, 1024 samples in minibatches of 128.
+    # Its penalty is subtracted token by token after the normalization of the group, here from the sample's reward before it.
+    'as_openrlhf': {'aggregation': 'token_mean', 'advantage.epsilon': 1e-9, 'minibatches': 8, 'reward_kl.coef': 0.01, **_NO_IMPORTANCE},
     # prime-rl at 065a864, configs/algorithm.py and losses.py: the ratio to the sampler, not clipped but masked by probabilities (DPPO), and no
     # division by the deviation. Its pull to the sampler (1e-3 times the squared log-ratio) is left out.
     'as_prime_rl': {'aggregation': 'token_mean', 'advantage.scale': 'none', 'loss.kind': 'dppo', 'loss.decoupled': False, **_NO_IMPORTANCE},
@@ -76,14 +76,14 @@ PEERS = {
     # k2, its 'mse_kl', is the estimator with the gradient that k1 stands for.
     'as_tunix': {'loss.kl_coef': 0.04, 'loss.kl_estimator': 'k2', **_NO_IMPORTANCE},
 }
-VARIANTS |= PEERS
+PRESETS = VARIANTS | PEERS
 
 
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
   """Return the settings of a variant; `arg` is '' or 'variant=NAME'."""
   variant = arg.removeprefix('variant=') or 'grpo'
-  if variant not in VARIANTS:
-    raise ValueError(f'configs/grpo.py:{arg} asks for an unknown variant; use variant= one of {", ".join(VARIANTS)}.')
+  if variant not in PRESETS:
+    raise ValueError(f'configs/grpo.py:{arg} asks for an unknown variant; use variant= one of {", ".join(PRESETS)}.')
   shared = base.get_config()
   config = ml_collections.ConfigDict({
       'stage': 'rl',
@@ -179,5 +179,5 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   })
   config.optimizer.learning_rate = 1e-6
   config.optimizer.schedule = 'constant'
-  config.update_from_flattened_dict(VARIANTS[variant])
+  config.update_from_flattened_dict(PRESETS[variant])
   return config

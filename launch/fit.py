@@ -71,7 +71,7 @@ def read_work(config, model: ModelConfig) -> Work:
     raise ValueError(f"config.stage={stage!r} is not compiled here; use a config of stage 'supervised' or 'rl'.")
   settings = config_lib.build(PolicyLossConfig, config.loss, 'config.loss')
   per_token = ['advantages', 'behavior_logprobs']
-  per_token += ['old_logprobs'] if config.minibatches * config.epochs > 1 else []
+  per_token += ['old_logprobs'] if settings.decoupled and config.minibatches * config.epochs > 1 else []
   per_token += ['reference_logprobs'] if settings.kl_coef else []
   # How many micro-batches a step has depends on what is sampled; one is reported.
   return Work(**shared, loss=learner.policy_loss(settings), per_token=tuple(per_token), rows=config.rows, length=config.length,

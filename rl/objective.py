@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 from rl.losses import PolicyLossConfig
-from rl.rl_config import RLConfig
+from rl.rl_config import RewardKLConfig, RLConfig
 
 _SUMS = {
     'token_mean': '1/sum_i(T_i) sum_i sum_t',
@@ -62,7 +62,7 @@ def describe(config: RLConfig) -> str:
   definitions |= _advantage(config)
   definitions |= _reward(config)
   definitions |= _policies(config, term, definitions)
-  definitions['sums'] = _samples(config)
+  definitions |= _samples(config)
   width = max(map(len, definitions))
   sums = _SUMS[config.aggregation].format(max_tokens=config.rollout.max_new_tokens)
   return '\n'.join([f'maximize {sums} [{term}]', *(f'  {name:<{width}} = {text}' for name, text in definitions.items())]) + '\n'
@@ -98,45 +98,42 @@ def _importance(loss: PolicyLossConfig) -> str:
 
 def _advantage(config: RLConfig) -> dict[str, str]:
   settings, found = config.advantage, {}
-  compared = _compared('R', config)
-  if settings.estimator == 'group':
-    found['A'] = compared
-    if _pays_turns(config):
-      found['A'] += f' + {config.process.weight:g} a'
-      found['a'] = f'{_compared("s", config)}, over turns of the same number; s what the turn of the token added to the parts'
-  else:
-    found['A'] = 'sum of u over the sampled tokens from t on'
-    if settings.estimator == 'gae':
-      found['A'] = f'sum of {settings.discount:g}^n {settings.trace:g}^n delta over the sampled tokens, n from t on'
-      found['delta'] = f'u + {settings.discount:g} V(next token) - V'
-      found['V'] = _critic(config)
-    found['u'] = f'at the last token of the sample {compared}'
-    if _pays_turns(config):
-      found['u'] += f'; at the last token of a turn {config.process.weight:g} s, s what the turn added to the parts'
-    if config.reward_kl.coef:
-      found['u'] += f'; at each token -{_kl_coef(config)} (log behavior - log reference)'
+  name = 'A'
   if settings.whiten:
-    found['A'] += f'; then less its mean and over (std + {settings.epsilon:g}), over all tokens of the batch'
+    name = 'B'
+    found['A'] = f'(B - mean(B)) / (std(B) + {settings.epsilon:g}), over all sampled tokens of the batch'
+  compared, kl = _compared('R', config), config.reward_kl.coef
+  if settings.estimator == 'group':
+    found[name] = compared + (f' + {config.process.weight:g} ({_compared("s", config)})' if _pays_turns(config) else '')
+  elif settings.estimator == 'reinforce_pp':
+    found[name] = 'sum of u over the sampled tokens from t on'
+  else:
+    found[name] = f'sum of ({settings.discount:g} x {settings.trace:g})^n delta over the sampled tokens from t on, n = 0, 1, ...'
+    found['delta'] = f'u + {settings.discount:g} V(next sampled token) - V'
+    found |= _critic(config)
+  if settings.estimator != 'group':
+    found['u'] = f'{compared} at the last token of a sample' + (f', {config.process.weight:g} s at that of a turn' if _pays_turns(config) else '')
+    found['u'] += f', -{_kl_coef(config)} (log behavior - log reference) at each' if kl else ''
+  if settings.center != 'none' or settings.scale in ('std', 'mean'):
+    found['mean'] = f'over the {config.group_size} samples of a problem, and so std; where all are equal the difference is 0'
+  if _pays_turns(config):
+    found['s'] = 'what the turn of the token added to parts' + (', among turns of the same number' if settings.estimator == 'group' else '')
   return found
 
 
 def _compared(name: str, config: RLConfig) -> str:
   """Return a reward as it is compared with those of the group."""
   center, scale = config.advantage.center, config.advantage.scale
-  text = name if center == 'none' else f'{name} - {_BASELINES[center]}'.replace('R', name)
+  text = 'R' if center == 'none' else f'R - {_BASELINES[center]}'
   if scale != 'none':
-    text = f'({text}) / ({_SCALES[scale]} + {config.advantage.epsilon:g})'.replace('R', name)
-  if center != 'none' or scale in ('std', 'mean'):
-    text += f', over the {config.group_size} samples of a problem; 0 where all {name} are equal'
-  return text
+    text = f'({text}) / ({_SCALES[scale]} + {config.advantage.epsilon:g})'
+  return text.replace('R', name)
 
 
-def _critic(config: RLConfig) -> str:
-  critic = config.critic
-  clip = '' if critic.loss.clip is None else f', moved by at most {critic.loss.clip:g} a batch'
-  trace = config.advantage.trace if critic.trace is None else critic.trace
-  warmup = f'; the policy waits for its first {critic.warmup_steps} batches' if critic.warmup_steps else ''
-  return f'the critic, minimizing (V - G)^2 / 2{clip}, G the returns with trace {trace:g}{warmup}'
+def _critic(config: RLConfig) -> dict[str, str]:
+  clip, trace = config.critic.loss.clip, config.critic.trace
+  return {'V': 'the critic, minimizing (V - G)^2 / 2' + ('' if clip is None else f', clipped within {clip:g} of its value before the batch'),
+          'G': f'the returns, V + A before whitening with trace {config.advantage.trace if trace is None else trace:g}'}
 
 
 def _pays_turns(config: RLConfig) -> bool:
@@ -144,17 +141,17 @@ def _pays_turns(config: RLConfig) -> bool:
 
 
 def _kl_coef(config: RLConfig) -> str:
-  kl = config.reward_kl
-  return f'{kl.coef:g}' if kl.target is None else f'c (from {kl.coef:g}, adapted by {kl.gain:g} to {kl.target:g} nats a sample)'
+  return f'{config.reward_kl.coef:g}' if config.reward_kl.target is None else 'c'
 
 
 def _reward(config: RLConfig) -> dict[str, str]:
   reward, process, found = config.reward, config.process, {}
   score = 'score'
-  if process.weight and not (_pays_turns(config) and config.advantage.estimator == 'group'):
-    paid = '' if _pays_turns(config) else f' + {process.weight:g} mean(parts)'
-    score = f'({1 - process.weight:g} score{paid})'
-    found['parts'] = f'scores of parts of the work, which pay at most {process.cap:g} where score = 0'
+  if process.weight:
+    found['parts'] = 'scores of parts of the work'
+    if not (_pays_turns(config) and config.advantage.estimator == 'group'):
+      score = f'({1 - process.weight:g} score{"" if _pays_turns(config) else f" + {process.weight:g} mean(parts)"})'
+      found['parts'] += f', which pay at most {process.cap:g} where score = 0'
   terms = [score if reward.verifier_weight == 1 else f'{reward.verifier_weight:g} {score}'] if reward.verifier_weight else []
   terms += [f'{reward.source_weight:g} source'] if reward.source_weight else []
   text = ' + '.join(terms)
@@ -164,7 +161,11 @@ def _reward(config: RLConfig) -> dict[str, str]:
   if config.reward_kl.coef and config.advantage.estimator == 'group':
     text += f' - {_kl_coef(config)} sum_t(log behavior - log reference)'
   return {'R': text, **found, 'score': f'the verifier\'s; {_OVERLONG[config.overlong]}',
-          **({'source': 'mean of the other sources of reward'} if reward.source_weight else {})}
+          **({'source': 'mean of the other sources of reward'} if reward.source_weight else {}), **_adapted(config.reward_kl)}
+
+
+def _adapted(kl: RewardKLConfig) -> dict[str, str]:
+  return {} if kl.target is None else {'c': f'{kl.coef:g} at first, then adapted with gain {kl.gain:g} to {kl.target:g} nats a sample'}
 
 
 def _policies(config: RLConfig, term: str, definitions: dict[str, str]) -> dict[str, str]:
@@ -185,7 +186,10 @@ def _age(config: RLConfig) -> str:
   return f', {staleness} batches before' if staleness else ''
 
 
-def _samples(config: RLConfig) -> str:
-  sizes = f'{config.groups} problems x {config.group_size} samples a step, in {config.minibatches} minibatches, {config.epochs} times'
-  replaced = f', problems whose R are equal replaced in up to {config.max_rounds} rounds' if config.max_rounds > 1 else ''
-  return f'N samples i of a minibatch, T_i tokens t that the policy sampled in it; {sizes}{replaced}'
+def _samples(config: RLConfig) -> dict[str, str]:
+  batch = f'{config.groups} problems x {config.group_size} samples, minibatches: {config.minibatches}, epochs: {config.epochs}'
+  if config.max_rounds > 1:
+    batch += f', problems whose R are equal replaced in up to {config.max_rounds} rounds'
+  if config.has_critic and config.critic.warmup_steps:
+    batch += f'; the first {config.critic.warmup_steps} train V alone'
+  return {'sums': 'N samples i of a minibatch, T_i tokens t that the policy sampled in it', 'batch': batch}

@@ -203,6 +203,8 @@ class RLConfig:
     if self.advantage.scale == 'mean' and self.reward_kl.coef:
       raise ValueError(f"advantage.scale='mean' divides by mean rewards, and reward_kl.coef={self.reward_kl.coef} can make them negative; "
                        'use loss.kl_coef.')
+    if self.advantage.scale == 'mean' and self.overlong == 'penalty':
+      raise ValueError("advantage.scale='mean' divides by mean rewards, and overlong='penalty' can make them negative; use 'grade' or 'mask'.")
     if self.has_critic and self.critic.warmup_steps >= self.num_steps:
       raise ValueError(f'critic.warmup_steps={self.critic.warmup_steps} leaves the policy nothing of num_steps={self.num_steps}.')
     optimizer.schedule(self.optimizer, self.num_updates)

@@ -67,6 +67,7 @@ def write_run(directory, num_steps=6, every=3, groups=2, size=2, per_place=2, se
   """Write a run that learns: with the defaults 2 of 9 graded problems are solved at the start, 6 at the end (2, 6: see `solves`)."""
   rng = np.random.default_rng(seed)
   monitor.write_config(directory, CONFIG | {'num_steps': num_steps, 'groups': groups, 'group_size': size}, DIFFERENCE)
+  monitor.write_objective(directory, 'maximize A < B\n')
   issued = trained = failed = 0
   with monitor.Monitor(directory, total_steps=num_steps, stream=io.StringIO()) as board, monitor.TrajectoryLog(directory, 0) as log:
     write_evaluation(log, board, 0, lambda number: solves(number, 0.0), per_place)
@@ -280,6 +281,7 @@ def test_the_page_has_what_the_run_has(run):
   assert sum(row[3] for row in data['outcomes']) == 24 and sum(row[4] for row in data['outcomes']) == 30
   assert ['env_error', 'The sandbox did not start.', '', 0, 3] in data['outcomes']
   assert data['difference'][0] == ['groups', 16, 2] and json.loads(data['config'])['seed'] == 3
+  assert data['objective'] == run.objective == 'maximize A < B\n'
   facts = dict(data['facts'])
   assert facts['Steps'] == '6 of 6' and facts['Tokens trained on'] == '6,000' and facts['Episodes'] == '54' and 'Not on this page' not in facts
   assert facts['Code revision'] == 'not known (no checkpoint)' and facts['A step'] == '2 problems with 2 samples'
@@ -345,7 +347,7 @@ def test_a_supervised_run_has_curves_and_loss(tmp_path):
   assert [line.split() for line in text.splitlines()[-2:]] == [['step', '1', '3.0000'], ['step', '3', '1.0000']]
   assert report_text.transcripts(run, 2, 80) == ''
   data = data_of(report_page.render(run, None, 2**20))
-  assert data['rows'] == data['episodes'] == data['outcomes'] == [] and data['ledger'] == {}
+  assert data['rows'] == data['episodes'] == data['outcomes'] == [] and data['ledger'] == {} and data['objective'] == ''
   assert data['curves']['series']['train/loss_nats'][1] == [2.0, 1.0, 0.66667] and 'A step' not in dict(data['facts'])
 
 

@@ -18,7 +18,7 @@ from configs import grpo
 from envs.core import EnvironmentFailure, Reason, Verdict
 from envs.tool_env import ToolEnv
 from models import hf_weights, sharding
-from rl import checkpoint, policy, rewards, train, train_rl
+from rl import checkpoint, objective, policy, rewards, train, train_rl
 from rl import config as config_lib
 from rl import learner as learner_lib
 from rl.curriculum import DomainConfig
@@ -286,7 +286,7 @@ def test_a_finished_run_is_not_run_again_and_another_is_refused(learned, model):
   assert (workdir / 'trajectories.jsonl').read_bytes() == before
 
 
-# Those that do something to the loop that no other test does; others are run in test_ppo.
+# Those that differ in what the loop has to do; gspo, cispo and rloo learn in test_ppo, and that all are built is seen in test_objective.
 @pytest.mark.parametrize('variant', ['grpo', 'dr_grpo', 'dapo', 'reinforce_pp_baseline', 'opo', 'naive', 'deepseek_v32'])
 def test_variants_are_settings(model, tmp_path, variant):
   config = grpo.get_config(f'variant={variant}')
@@ -300,6 +300,7 @@ def test_variants_are_settings(model, tmp_path, variant):
   train_rl.run(built, tmp_path / 'run')
   records = steps_of(tmp_path / 'run')
   assert records[2]['train/grad_norm'] > 0 and np.isfinite(records[2]['train/loss'])
+  assert (tmp_path / 'run/objective.txt').read_text() == objective.describe(built)
   # The reference is the policy before the first step.
   assert abs(records[1]['policy/reference_kl_k1']) < 0.05 and records[2]['policy/reference_kl_k2'] > 0
   if variant == 'dapo':
