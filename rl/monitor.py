@@ -190,6 +190,7 @@ def trajectory_record(step: int, kind: str, trajectory: Trajectory, advantage: f
   return {
       'step': step, 'kind': kind, 'problem_id': trajectory.problem_id, 'domain': trajectory.domain, 'level': trajectory.level,
       'group': trajectory.group, 'sample': trajectory.sample, 'reward': trajectory.reward, 'advantage': advantage,
+      'parts': dict(trajectory.parts), 'turn_scores': list(trajectory.turn_scores),
       'outcome': trajectory.outcome, 'reason': trajectory.reason, 'dropped': dropped, 'num_turns': trajectory.num_turns,
       'num_tool_calls': trajectory.num_tool_calls, 'num_tool_errors': trajectory.num_tool_errors,
       'num_tokens': len(trajectory.tokens_T), 'num_sampled': int(sampled.sum()),

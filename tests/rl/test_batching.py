@@ -245,6 +245,17 @@ def test_only_what_the_policy_sampled_has_weight(seed, aggregation):
   assert sorted(found, key=lambda item: item[:2]) == sorted(wanted, key=lambda item: item[:2])
 
 
+def test_documents_say_what_each_token_is_worth():
+  whole, part = trajectory([False, True, True]), trajectory([False, True])
+  made = batching.documents([whole, part], [np.array([1e9, 1, 2], np.float32), 0.5],
+                            [{'values': np.array([np.nan, 3, 4], np.float32)}, {'values': np.array([1e9, 5], np.float32)}])
+  batch, = batching.pack_step(made, 1, 6, aggregation='token_sum')
+  assert batch.advantages_BT.tolist() == [[1, 2, 0, 0.5, 0, 0]]
+  assert batch.values_BT.tolist() == [[3, 4, 0, 5, 0, 0]]
+  with pytest.raises(ValueError, match='advantage=inf must be finite, and token 2 was sampled'):
+    batching.documents([whole], [np.array([0, 1, np.inf])])
+
+
 def test_pack_step_uses_few_micro_batches_of_one_shape():
   # Longest first into rows of 8: [6 2], [5 3], [4 4], so two batches of two rows, the last row empty.
   documents = [document(range(1, size + 1)) for size in (2, 3, 4, 5, 6, 4)]
@@ -279,6 +290,7 @@ def test_pack_step_refuses(call, message):
     ({'behavior_logprobs_T': np.float32([np.nan, np.nan])}, r'behavior_logprobs_T\[1\]=nan where loss_mask_T is True'),
     ({'behavior_logprobs_T': np.float32([0, -1])}, r'behavior_logprobs_T\[0\]=0.0 where loss_mask_T is False; it must be known exactly'),
     ({'versions_T': np.int32([0, 1])}, r'versions_T\[0\]=0 where loss_mask_T is False'),
+    ({'turn_scores': (0.5, 0.5)}, r'2 turn_scores for the 1 messages that the policy sampled'),
 ])
 def test_trajectories_that_contradict_themselves_are_refused(fields, message):
   with pytest.raises(ValueError, match=message):

@@ -37,6 +37,16 @@ def test_to_global_keeps_values_and_takes_the_sharding(spec, axes):
     np.testing.assert_array_equal(np.asarray(array), getattr(batch, name))
 
 
+@pytest.mark.parametrize('order', ['contiguous', 'zigzag'])
+def test_what_is_computed_of_rows_comes_back_by_documents(order):
+  target, documents = place((('data',), ('seq',)), order, 2, data=2, seq=2), random_documents(3, 11, 6)
+  found = batching.at_places(documents, lambda batch: batch.tokens_BT * 100 + batch.positions_BT, target, 2, 8)
+  assert len(found) == 11
+  for array_T, item in zip(found, documents, strict=True):
+    assert array_T.tolist() == [100 * int(token) + number for number, token in enumerate(item.tokens_T)]
+  assert batching.at_places([], lambda batch: 1 / 0, target, 2, 8) == []
+
+
 @pytest.mark.parametrize('call, message', [
     (lambda batch: batching.to_global(batch, place((('data', 'fsdp'),), data=2, fsdp=4)), r"6 rows for the 8 row shards.*'data': 2"),
     (lambda batch: batching.host_rows(place(('data',), data=4), 6), r'rows=6 .* do not divide over the 4 shards'),

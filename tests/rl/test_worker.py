@@ -179,6 +179,59 @@ def test_replies_without_an_end_and_conversations_without_room():
   check_account(worker, ledger, groups)
 
 
+class Steps(ToolEnv):
+  """Tells after every reply which sub-steps are done: one more at each, as `told` says."""
+  told: tuple = ()
+
+  def reset(self, *, seed=None, options=None):
+    self.number = 0
+    return super().reset(seed=seed, options=options)
+
+  def step(self, action):
+    *rest, info = super().step(action)
+    parts, self.number = self.told[self.number], self.number + 1
+    return *rest, {**info, 'parts': parts}
+
+
+def stepping(told):
+  return lambda domain: type('Steps', (Steps,), {'told': told})(domain, describe_tools=False)
+
+
+@pytest.mark.parametrize('told, scores, parts', [
+    (({'found': 1, 'said': 0}, {'found': 1, 'said': 1}), (0.5, 0.5), {'found': 1, 'said': 1}),
+    (({'found': 1, 'said': 0}, {}), (0.5, 0.0), {'found': 1, 'said': 0}),
+    (({}, {'said': 0.25}), (0.0, 0.25), {'said': 0.25}),
+    (({}, {}), (), {}),
+])
+def test_every_message_is_scored_by_the_steps_it_added(told, scores, parts):
+  worker, *_ = make_worker(toys.look_and_say(), look_then_say, stepping(told))
+  trajectory, = collect(worker, toys.look_and_say(), 1, 1)[0].trajectories
+  assert (trajectory.turn_scores, trajectory.parts, trajectory.num_turns) == (scores, parts, 2)
+
+
+def test_a_message_without_room_counts_with_the_one_before():
+  domain, told = toys.look_and_say(), ({'found': 1, 'said': 0}, {'found': 1, 'said': 1})
+  length = len(WORDS.encode(toys.format_call('look', {}))) + 9
+  worker, *_ = make_worker(domain, look_then_say, stepping(told), max_length=length)
+  trajectory, = collect(worker, domain, 1, 1)[0].trajectories
+  assert (trajectory.num_turns, trajectory.turn_scores) == (1, (1.0,))
+
+
+@pytest.mark.parametrize('wrong', [{'score': float('nan')}, {'parts': {'steps': float('inf')}}])
+def test_scores_that_are_not_finite_are_the_verifiers_failure(wrong):
+  class Broken(ToolEnv):
+    def step(self, action):
+      *rest, info = super().step(action)
+      return *rest, {**info, **wrong}
+
+  worker, _, ledger = make_worker(toys.one_token(), lambda id, text: 'a', Broken, max_attempts=2)
+  groups = collect(worker, toys.one_token(), 1, 2)
+  for trajectory in groups[0].trajectories:
+    assert (trajectory.outcome, trajectory.reward) == (Outcome.VERIFIER_ERROR, None) and 'scores must be finite' in trajectory.reason
+  assert ledger.dropped == {'verifier_error': 4}
+  check_account(worker, ledger, groups)
+
+
 class Faulty(ToolEnv):
   """Fails as `faults[(problem id, number of its attempt)]` says; attempts count over the samples of a problem."""
   faults: dict = {}
