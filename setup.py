@@ -8,7 +8,7 @@ setup(
     description='Post-training for language models in JAX: from a pretrained base model to one that does the job.',
     license='Apache-2.0',
     python_requires='>=3.11,<3.14',
-    packages=['configs', 'envs', 'envs.domains', 'envs.sandbox', 'envs.verifiers', 'launch', 'models', 'models.kernels', 'rl', 'rl.data',
+    packages=['configs', 'configs.sweeps', 'envs', 'envs.domains', 'envs.sandbox', 'envs.verifiers', 'launch', 'models', 'models.kernels', 'rl', 'rl.data',
               'rl.evals', 'rl.rollout'],
     install_requires=[
         'jax>=0.10,<0.13',

@@ -1,0 +1,1 @@
+"""Sweeps: studies of settings, each a file for `python -m launch.sweep`."""
