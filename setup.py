@@ -8,8 +8,8 @@ setup(
     description='Post-training for language models in JAX: from a pretrained base model to one that does the job.',
     license='Apache-2.0',
     python_requires='>=3.11,<3.14',
-    packages=['configs', 'configs.sweeps', 'envs', 'envs.domains', 'envs.sandbox', 'envs.verifiers', 'launch', 'models', 'models.kernels', 'rl', 'rl.data',
-              'rl.evals', 'rl.rollout'],
+    packages=['configs', 'configs.sweeps', 'envs', 'envs.domains', 'envs.sandbox', 'envs.verifiers', 'launch', 'models', 'models.kernels', 'rl',
+              'rl.data', 'rl.evals', 'rl.rollout'],
     install_requires=[
         'jax>=0.10,<0.13',
         'flax>=0.12',

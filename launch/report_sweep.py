@@ -72,7 +72,7 @@ def table(study: Study) -> str:
     other = f' (to {study.against[row.setting]})' if row.setting in study.against else ''
     lines.append([visible(row.setting + other), *(cell for pair in zip(row.estimates, row.changes, strict=True)
                                                   for cell in (_told(pair[0]), '' if pair[1] is None else _told(pair[1], '+')))])
-  return f'Means over {num_seeds} seeds with 95 % intervals; changes are seed by seed.\n\n{grid(lines)}'
+  return f'Means over {num_seeds} {"seeds" if num_seeds > 1 else "seed"} with 95 % intervals; changes are seed by seed.\n\n{grid(lines)}'
 
 
 def picture(study: Study, background: str | None = None) -> str:

@@ -2,8 +2,8 @@
 
 python -m launch.sweep --config=configs/sweeps/ladder.py --workdir=runs/ladder --parallel=2
 
-Four letters and the end of the reply fit twice into the limit, so a reply has to be ended in time: a policy that writes letters which rise and
-never stops earns three eighths, and has to leave that behind. Four minibatches a batch, so that there is a ratio to clip.
+Four letters and the end of the reply fit twice into the limit, so a reply has to be ended in time: a policy that writes letters in order and
+never stops earns half, and has to leave that behind. Four minibatches a batch, so that there is a ratio to clip.
 """
 
 import ml_collections

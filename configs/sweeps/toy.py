@@ -1,10 +1,10 @@
-"""What the studies share: a model of 0.03M random weights learns by trying to write letters that rise, in less than a minute on 2 cores."""
+"""What the studies share: a model of 0.03M random weights learns by trying to write letters in order, in less than a minute on 2 cores."""
 
 import ml_collections
 
 from configs import grpo
 
-DOMAIN = 'envs/domains/letters:rising'
+DOMAIN = 'envs/domains/letters:ordered'
 
 
 def model() -> dict:
@@ -18,7 +18,7 @@ def base(*, level: int, max_new_tokens: int) -> ml_collections.ConfigDict:
   config = grpo.get_config()
   config.domains = {DOMAIN: {'path': '', 'weight': 1.0, 'levels': (level,), 'options': {}}}
   config.curriculum = 'fixed'
-  config.num_steps = 80
+  config.num_steps = 60
   config.groups = 8
   config.group_size = 8
   config.rollout.max_new_tokens = max_new_tokens
