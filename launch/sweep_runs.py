@@ -65,6 +65,10 @@ class SweepConfig:
     for name in known:
       if not _NAME.fullmatch(name):
         raise ValueError(f'settings has the name {name!r}; names are directories, of letters, digits and _ . = + -')
+    if fixed := [name for name, changes in self.settings if 'seed' in dict(changes)]:
+      raise ValueError(f'settings {", ".join(fixed)} change the seed, and every setting is run with seeds={self.seeds}; name them there.')
+    if empty := [title for title, names in self.panels if not names]:
+      raise ValueError(f'panels {", ".join(empty)} draw nothing; give them settings, or leave them out.')
     for attribute, names in (('against', itertools.chain(*self.against)), ('panels', itertools.chain(*(names for _, names in self.panels)))):
       if unknown := sorted(set(names) - set(known)):
         raise ValueError(f'{attribute} names {", ".join(unknown)}; settings are {", ".join(known)}.')

@@ -94,6 +94,8 @@ def test_what_cannot_be_run_is_refused(tmp_path):
   assert 'seeds=[1, 1] must be at least one, and none twice' in refused(seeds=(1, 1))
   assert 'settings=[] must be at least one' in refused(settings=())
   assert 'against names x; settings are staleness=0, staleness=4' in refused(against=(('staleness=0', 'x'),))
+  assert 'settings seed=3 change the seed, and every setting is run with seeds=(0, 7)' in refused(settings=settings.param('seed', (3,)))
+  assert 'panels none draw nothing' in refused(panels=(('none', ()),))
   assert 'panels names y;' in refused(panels=(('title', ('y',)),))
   assert 'cpu_devices of 1, 2' in refused(settings=settings.param('cpu_devices', (1, 2)))
   assert "base.stage='sft' must be one of supervised" in refused(settings=settings.param('stage', ('sft',)))
