@@ -79,14 +79,14 @@ def picture(study: Study, background: str | None = None) -> str:
   """Return the SVG: curves in panels, a row of them for each metric, and last values below."""
   panels = study.panels or {'': tuple(study.results)}
   width = (_WIDTH - _GAP * (len(panels) - 1)) / len(panels)
-  parts, y = [svg.text(_WIDTH, 15, 'means over seeds, 95 % intervals', 'end', 0.65)], float(_TOP)
+  parts, y = [svg.text(_WIDTH, 15, 'bars and bands: 95 % intervals', 'end', 0.65)], float(_TOP)
   for curve in study.curves:
     lines = {name: _course(study, name, curve) for names in panels.values() for name in names}
     values = [estimate.value for line in lines.values() for _, estimate in line]
     low, high = min(0.0, *values), max(values)
     bounds = (low, high if high > low else low + 1.0)
     for number, (title, names) in enumerate(panels.items()):
-      parts += _panel(number * (width + _GAP), y, width, f'{title}: {curve}' if title else curve, {name: lines[name] for name in names}, bounds)
+      parts += _panel(number * (width + _GAP), y, width, f'{title}: {curve} by step' if title else f'{curve} by step', {name: lines[name] for name in names}, bounds)
     y += _TITLE + _PLOT + _BELOW + _LEGEND * math.ceil(max(map(len, panels.values())) / 2)
   parts += _ends(y, study)
   return svg.frame(_WIDTH, y + _TITLE + _ROW * len(study.results) + 40, 'What the settings of a sweep reached', parts, background)

