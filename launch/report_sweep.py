@@ -86,7 +86,8 @@ def picture(study: Study, background: str | None = None) -> str:
     low, high = min(0.0, *values), max(values)
     bounds = (low, high if high > low else low + 1.0)
     for number, (title, names) in enumerate(panels.items()):
-      parts += _panel(number * (width + _GAP), y, width, f'{title}: {curve} by step' if title else f'{curve} by step', {name: lines[name] for name in names}, bounds)
+      heading = f'{title}: {curve} by step' if title else f'{curve} by step'
+      parts += _panel(number * (width + _GAP), y, width, heading, {name: lines[name] for name in names}, bounds)
     y += _TITLE + _PLOT + _BELOW + _LEGEND * math.ceil(max(map(len, panels.values())) / 2)
   parts += _ends(y, study)
   return svg.frame(_WIDTH, y + _TITLE + _ROW * len(study.results) + 40, 'What the settings of a sweep reached', parts, background)

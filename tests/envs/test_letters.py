@@ -13,6 +13,7 @@ def domain():
 
 def test_contract(domain):
   checker.check(domain, num_problems=40)
+  assert domain.name == 'letters/ordered'
 
 
 @pytest.mark.parametrize('reply, score', [
