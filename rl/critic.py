@@ -26,7 +26,7 @@ from rl.batching import Place
 from rl.learner import Learner
 from rl.losses_reward import ValueLossConfig
 from rl.optimizer import OptimizerConfig
-from rl.train_preference import with_head
+from rl.reward_model import with_head
 from rl.types import Batch, Document, Params, TrainState
 
 # Of the learner's metrics, what is reported of a critic, and as what.
