@@ -184,11 +184,11 @@ def test_equal_distributions_are_no_apart(kind):
 
 
 def test_jensen_shannon_tends_to_both_divergences():
-  given = arrays()
+  given = [0.3 * x for x in arrays()]
   for beta, kind, factor in ((1e-3, 'forward', 1e-3), (1 - 1e-3, 'reverse', 1e-3)):
     mixed, plain = (values_and_grads(*given, **options)[0] for options in ({'kind': 'jensen_shannon', 'beta': beta}, {'kind': kind}))
     # The difference is of second order in the teacher's share.
-    np.testing.assert_allclose(np.asarray(mixed).mean() / factor, np.asarray(plain).mean(), rtol=0.3)
+    np.testing.assert_allclose(np.asarray(mixed).mean() / factor, np.asarray(plain).mean(), rtol=0.01)
 
 
 def test_bfloat16_operands_keep_float32_sums():

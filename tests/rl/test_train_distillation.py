@@ -94,6 +94,8 @@ def test_on_policy_distillation_closes_the_gap_to_the_teacher(files, divergence)
   rates = held_out(files / divergence)
   # The teacher is right at most always, so the gap is at most what is missing to 1.
   assert rates[0] < 0.4 and (rates[steps] - rates[0]) / (1 - rates[0]) > 0.8
+  # Samples that got no reward are learned from too.
+  assert all(record['train/target_tokens'] >= 64 for record in metrics(files / divergence) if 'train/loss' in record)
   name = {'full': 'teacher/reverse_kl_nats', 'sampled': 'teacher/sampled_kl_nats'}[divergence]
   divergences = [record[name] for record in metrics(files / divergence) if name in record]
   assert len(divergences) == steps and np.mean(divergences[-5:]) < 0.1 * divergences[0]
