@@ -54,6 +54,15 @@ def test_demonstrations_that_cannot_be(tmp_path, arguments, message):
   assert not (tmp_path / 'out.jsonl').exists()
 
 
+def test_a_teacher_that_is_never_right_leaves_nothing(model, tmp_path):
+  done = run('prepare_data', '--domain=arithmetic/integers', f'--teacher={model}', '--verified', '--count=3', '--max_new_tokens=2',
+             '--max_length=128', '--slots=4', f'--output={tmp_path}/out.jsonl')
+  assert done.returncode != 0 and "wrote nothing to keep: {'cut off': 3" in done.stderr and 'Traceback' not in done.stderr, done.stderr
+  assert not (tmp_path / 'out.jsonl').exists()
+  done = run('prepare_data', '--domain=arithmetic/integers', '--verified', f'--output={tmp_path}/out.jsonl')
+  assert done.returncode != 0 and '--verified says which texts of a teacher are kept, and there is no --teacher' in done.stderr, done.stderr
+
+
 def test_evaluating_on_held_out_problems(model, tmp_path):
   done = run('evaluate', f'--model={model}', '--config=configs/grpo.py', "--config.domains={'arithmetic/integers': {'levels': (1, 2)}}",
              f'--output={tmp_path}/base.json', '--dtype=float32', *SMALL)
