@@ -15,6 +15,7 @@ from absl import flags
 
 from envs import registry
 import launch
+from rl.data.demonstrations import demonstrations, plain
 
 _DOMAIN = flags.DEFINE_string('domain', 'word_problems/generated',
                               f'One of {", ".join(registry.names())}, or package/module:function of your own.')
@@ -24,31 +25,6 @@ _LEVELS = flags.DEFINE_list('levels', [], 'Difficulties, in turn; default all. O
 _SPLIT = flags.DEFINE_enum('split', 'train', ['train', 'heldout'], 'Which problems; no problem is in both.')
 _COUNT = flags.DEFINE_integer('count', 4000, 'Number of different problems.', lower_bound=1)
 _OUTPUT = flags.DEFINE_string('output', None, 'JSONL file to write: {"messages": [{"role", "content"}, ...]} a row.')
-
-
-def demonstrations(domain, levels: list[int], split: str, count: int):
-  """Yield `count` different conversations, levels in turn; a level named twice comes twice as often.
-
-  Raises:
-    ValueError: the domain has not so many.
-  """
-  seen: set[str] = set()
-  next_index = dict.fromkeys(levels, 0)
-  for _ in range(100 * count):
-    for level in levels:
-      index = next_index[level]
-      next_index[level] += 1
-      size = domain.source.size(split, level)
-      if size is not None and index >= size:
-        raise ValueError(f'{domain.name} has only {len(seen)} different problems of levels {levels} in split {split!r}; lower --count.')
-      messages = domain.demonstration(split, level, index)
-      if messages[0]['content'] in seen:
-        continue
-      if len(seen) == count:
-        return
-      seen.add(messages[0]['content'])
-      yield messages
-  raise ValueError(f'{domain.name} gave only {len(seen)} different problems of levels {levels}; lower --count or add levels.')
 
 
 def _options() -> dict[str, Any]:
@@ -72,8 +48,7 @@ def main(_: list[str]) -> None:
   temporary = path.with_name(path.name + '.tmp')
   with temporary.open('w', encoding='utf-8') as file:
     for messages in demonstrations(domain, levels, _SPLIT.value, _COUNT.value):
-      row = [{'role': message['role'], 'content': message['content']} for message in messages]
-      file.write(json.dumps({'messages': row}) + '\n')
+      file.write(json.dumps({'messages': plain(messages)}) + '\n')
   os.replace(temporary, path)
   logging.getLogger('launch.prepare_data').info('Wrote %d conversations to %s.', _COUNT.value, path)
 
