@@ -129,7 +129,7 @@ class Runner:
       return
     record |= {'attempts': record['attempts'] + 1}
     lineage.write_json(path, record)
-    _LOG.info('%s: %s', action.name, _shell(action) if action.command else action.output)
+    _LOG.info('%s -> %s', action.name, action.output)
     start_s = time.time()
     found = self._run(action) if action.command else self._write_mixture(action)
     if action.name.startswith('data/'):
