@@ -14,7 +14,7 @@ In the directory lie a run for each stage (`launch.report --workdir=runs/pipelin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 import contextlib
 import ctypes
 import fcntl
@@ -34,7 +34,7 @@ from ml_collections import config_flags
 
 import launch
 from launch import pipeline_plan, report_pipeline
-from launch.pipeline_plan import Action, PipelineConfig, Stage
+from launch.pipeline_plan import Action, PipelineConfig
 from rl import checkpoint, lineage, monitor
 from rl import config as config_lib
 from rl import run as run_lib
@@ -48,34 +48,29 @@ _UNTIL = flags.DEFINE_string('until', None, 'Last stage to run now; default all.
 _DRY_RUN = flags.DEFINE_bool('dry_run', False, 'Print the commands and do nothing.')
 _LOG = logging.getLogger('launch.pipeline')
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 
 
 def main(_: list[str]) -> None:
   config = config_lib.build(PipelineConfig, _CONFIG.value)
   stages = pipeline_plan.plan(config, _WORKDIR.value)
-  chosen = _chosen(stages, _UNTIL.value)
+  chosen = pipeline_plan.until(stages, _UNTIL.value)
   if _DRY_RUN.value:
     print('\n'.join(dict.fromkeys(_shown(action) for stage in chosen for action in stage.actions)))
     return
   if not Path(config.model.path).exists():
     raise FileNotFoundError(f'model.path={config.model.path!r} does not exist; give a Hugging Face directory or a .gguf file.')
-  protected = protect(config)
+  make_domains(config.domains)  # Says now, and not after hours, what is wrong with them or the sandbox.
   with _held(Path(_WORKDIR.value)) as lock:
-    runner = Runner(config, Path(_WORKDIR.value), protected, lock)
+    runner = Runner(config, Path(_WORKDIR.value), lock)
+    for stage in stages:
+      for action in stage.actions:
+        runner.check(action)
     for stage in chosen:
       for action in stage.actions:
         runner.do(action)
       found = report_pipeline.write(_WORKDIR.value, config, stages)
   print(report_pipeline.summary(found))
-
-
-def _chosen(stages: Sequence[Stage], until: str | None) -> list[Stage]:
-  names = [stage.name for stage in stages]
-  if until is None:
-    return list(stages)
-  if until not in names:
-    raise ValueError(f'--until={until} must be one of {", ".join(names)}.')
-  return list(stages[:names.index(until) + 1])
 
 
 def _shown(action: Action) -> str:
@@ -88,58 +83,60 @@ def _shell(action: Action) -> str:
   return ' '.join(('python', *words))
 
 
-def protect(config: PipelineConfig) -> Protected:
-  """Return what is evaluated on: the held-out problems of the domains, and the files that the mixture is kept apart from.
-
-  Raises:
-    ValueError, FileNotFoundError: a domain, a level or a row that cannot be.
-    SandboxUnavailable: a domain runs code, and there is no sandbox to run it in.
-  """
-  protected = Protected(config.mixture.ngram)
-  domains, domain_configs = make_domains(config.domains)
-  for problem in heldout_problems(domains, domain_configs, config.rlvr['eval']['problems']):
-    protected.add(problem.messages, problem.id)
-  for files in config.mixture.against.values():
-    for source, messages in files.rows():
-      protected.add(messages, source)
-  return protected
-
-
 class Runner:
   """Does actions, once each."""
 
-  def __init__(self, config: PipelineConfig, workdir: Path, protected: Protected, lock: int):
-    """Take what the mixture is made of and the descriptor that holds the directory, which children keep open."""
-    self._config, self._workdir, self._protected, self._lock = config, workdir, protected, lock
+  def __init__(self, config: PipelineConfig, workdir: Path, lock: int):
+    """Take the descriptor that holds the directory, which children keep open."""
+    self._config, self._workdir, self._lock = config, workdir, lock
+
+  def check(self, action: Action) -> dict:
+    """Return an action's record, a fresh one if it has none; ValueError if it was done, or begun, with other settings or from other files."""
+    path = report_pipeline.record_path(self._workdir, action)
+    if not path.exists():
+      return {'revision': monitor.code_revision(), 'start_s': time.time(), 'attempts': 0}
+    record, now = lineage.read_json(path), _decides(action)
+    parts = [f'{piece!r} {when}' for mine, other, when in ((record, now, 'then'), (now, record, 'now'))
+             for piece in mine['command'] if piece not in other['command']]
+    parts += [f'{key}: {old!r} then, {new!r} now' for what in ('settings', 'inputs')
+              for key, (old, new) in config_lib.difference(now[what], record[what]).items()]
+    if parts:
+      raise ValueError(f'{action.output} was made, or begun, otherwise ({path}): {"; ".join(parts[:4])}. Use another --workdir, or the settings '
+                       f'and files of then; or delete {action.output}, what was made from it, and their records, to have them made again.')
+    return record
 
   def do(self, action: Action) -> None:
     """Do an action, or what is left of it, unless its record says that it is done.
 
     Raises:
-      ValueError: it was done, or begun, with other settings or from other files.
+      ValueError: as `check`.
       SystemExit: its command failed, or was stopped.
     """
-    path = report_pipeline.record_path(self._workdir, action)
-    now = {'command': list(action.command), 'settings': dict(action.settings),
-           'inputs': {name: lineage.fingerprint(name) for name in action.inputs}}
-    record = lineage.read_json(path) if path.exists() else {**now, 'revision': monitor.code_revision(), 'start_s': time.time(), 'attempts': 0}
-    _refuse_other(action, path, record, now)
+    record = self.check(action)
     if 'end_s' in record and Path(action.output).exists():
       _LOG.info('%s: done before.', action.name)
       return
-    record |= {'attempts': record['attempts'] + 1}
-    lineage.write_json(path, record)
+    path, start_s = report_pipeline.record_path(self._workdir, action), time.time()
+    begun = {**_decides(action), **{key: record[key] for key in ('revision', 'start_s')}, 'attempts': record['attempts'] + 1}
+    lineage.write_json(path, begun)
     _LOG.info('%s -> %s', action.name, action.output)
-    start_s = time.time()
-    found = self._run(action) if action.command else self._write_mixture(action)
-    if action.name.startswith('data/'):
-      found['files'] = lineage.describe(action.output)
-    lineage.write_json(path, {**record, **found, 'output': lineage.fingerprint(action.output), 'end_s': time.time(),
+    report = self._run(action) if action.command else self._write_mixture(action)
+    files = lineage.describe(action.output) if action.is_data else []
+    lineage.write_json(path, {**begun, 'report': report, 'files': files, 'output': lineage.fingerprint(action.output), 'end_s': time.time(),
                               'last_attempt_s': time.time() - start_s})
 
   def _write_mixture(self, action: Action) -> dict:
-    shutil.rmtree(action.output, ignore_errors=True)  # What was begun, perhaps with other components.
-    return {'report': strata.write(strata.strata(self._config.mixture.components), action.output, self._protected)}
+    config = self._config
+    protected = Protected(config.mixture.ngram)
+    if any(component.paths for component in config.mixture.components.values()):
+      domains, domain_configs = make_domains(config.domains)
+      for problem in heldout_problems(domains, domain_configs, config.rlvr['eval']['problems']):
+        protected.add(problem.messages, problem.id)
+      for files in config.mixture.against.values():
+        for source, messages in files.rows():
+          protected.add(messages, source)
+    shutil.rmtree(action.output, ignore_errors=True)  # What was begun.
+    return strata.write(strata.strata(config.mixture.components), action.output, protected)
 
   def _run(self, action: Action) -> dict:
     for partial in Path(action.output).parent.glob(f'.{Path(action.output).name}.*.partial'):
@@ -152,19 +149,13 @@ class Runner:
     step = max(checkpoint.committed_steps(Path(action.output) / run_lib.CHECKPOINTS), default=0)
     if status or step < action.last_step:
       why = f'ended with status {status}; what it said stands above' if status else f'ended at step {step} of {action.last_step}'
-      raise SystemExit(f'launch.pipeline: {action.name} {why}. Run the same command again to go on. It was: '
-                       f'{_shell(action)}')
-    return {}
+      raise SystemExit(f'launch.pipeline: {action.name} {why}. Run the same command again to go on. It was: {_shell(action)}')
+    return lineage.read_json(Path(action.output).with_suffix('.report.json')) if action.is_data else {}
 
 
-def _refuse_other(action: Action, path: Path, record: dict, now: dict) -> None:
-  parts = [f'{piece!r} {when}' for mine, other, when in ((record, now, 'then'), (now, record, 'now'))
-           for piece in mine['command'] if piece not in other['command']]
-  parts += [f'{key}: {old!r} then, {new!r} now' for what in ('settings', 'inputs')
-            for key, (old, new) in config_lib.difference(now[what], record[what]).items()]
-  if parts:
-    raise ValueError(f'{action.output} was made, or begun, otherwise ({path}): {"; ".join(parts[:4])}. Use another --workdir, or the settings '
-                     f'and files of then; or delete {action.output}, what was made from it, and their records, to have them made again.')
+def _decides(action: Action) -> dict:
+  return {'command': list(action.command), 'settings': dict(action.settings),
+          'inputs': {name: lineage.fingerprint(name) for name in action.inputs}}
 
 
 @contextlib.contextmanager
@@ -195,9 +186,6 @@ def _die_with_parent() -> None:
   """Have Linux kill this process when the one that started it ends, so that a pipeline that was killed leaves no run behind."""
   if sys.platform == 'linux':
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-_LIBC = ctypes.CDLL(None)
 
 
 @contextlib.contextmanager

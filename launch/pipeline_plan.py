@@ -121,6 +121,10 @@ class Action:
   settings: Mapping[str, Any] = field(default_factory=dict)
   last_step: int = 0
 
+  @property
+  def is_data(self) -> bool:
+    return self.name.startswith('data/')
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -169,6 +173,14 @@ def plan(config: PipelineConfig, workdir: str | Path) -> list[Stage]:
   """
   planner = _Planner(config, Layout(Path(workdir)))
   return [planner.base(), *(planner.stage(name) for name in config.stages)]
+
+
+def until(stages: Sequence[Stage], last: str | None) -> list[Stage]:
+  """Return the stages up to one, None for all of them; ValueError if there is none of that name."""
+  names = [stage.name for stage in stages]
+  if last is not None and last not in names:
+    raise ValueError(f'--until={last} must be one of {", ".join(names)}.')
+  return list(stages if last is None else stages[:names.index(last) + 1])
 
 
 class _Planner:

@@ -5,6 +5,7 @@ Deliberately absent: pages and curves; each stage is a run that `launch.report` 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,26 +33,27 @@ def record_path(workdir: str | Path, action: Action) -> Path:
 
 def write(workdir: str | Path, config: PipelineConfig, stages: Sequence[Stage]) -> dict[str, Any]:
   """Write `lineage.json` of the stages that are done, and return it."""
-  found = []
+  found: dict[str, dict[str, Any]] = {}
   for stage in stages:
     paths = [record_path(workdir, action) for action in stage.actions]
     records = {action.name: lineage.read_json(path) for action, path in zip(stage.actions, paths, strict=True) if path.exists()}
     if len(records) == len(paths) and all('end_s' in record for record in records.values()):
-      found.append(_entry(stage, records))
-  value = {'pipeline': config_lib.to_json(config), 'stages': found}
+      found[stage.name] = _entry(stage, records, found)
+  value = {'pipeline': config_lib.to_json(config), 'stages': list(found.values())}
   lineage.write_json(Path(workdir) / LINEAGE_FILE, value)
   return value
 
 
-def _entry(stage: Stage, records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-  entry: dict[str, Any] = {'stage': stage.name, 'parent': stage.parent or None, 'records': list(records)}
+def _entry(stage: Stage, records: Mapping[str, Mapping[str, Any]], earlier: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+  entry: dict[str, Any] = {'stage': stage.name, 'parent': stage.parent or None, 'data': []}
   for action in stage.actions:
     record, what = records[action.name], action.name.split('/')[1]
-    if action.name.startswith('data/'):
-      entry.setdefault('data', []).extend(record['files'])
+    if action.is_data:
+      entry['data'].append({'name': action.name, 'files': record['files'], 'report': record['report']})
     elif what == 'train':
       directory = Path(action.output)
-      entry |= {'parent_model': {'path': action.inputs[0], 'fingerprint': record['inputs'][action.inputs[0]]},
+      entry |= {'parent_checkpoint': earlier.get(stage.parent, {}).get('checkpoint'),
+                'parent_model': {'path': action.inputs[0], 'fingerprint': record['inputs'][action.inputs[0]]},
                 'run': action.output, 'steps': action.last_step, 'checkpoint': record['output'],
                 'config': lineage.read_json(directory / monitor.CONFIG_FILE),
                 'config_difference': lineage.read_json(directory / monitor.DIFFERENCE_FILE),
@@ -88,7 +90,23 @@ def summary(value: Mapping[str, Any]) -> str:
   total_s = sum(entry.get('work_s', 0) for entry in value['stages'])
   last = value['stages'][-1]['model']['path'] if value['stages'][-1].get('model') else ''
   ends = [f'{total_s:.0f} s in all.'] + ([f'The policy is in {report_text.visible(last)}.'] if last else [])
-  return f'{report_text.grid(rows)}\n\n{" ".join(ends)}'
+  notes = [note for entry in value['stages'] for data in entry['data'] for note in _notes_on(data)]
+  return '\n'.join([report_text.grid(rows), '', *dict.fromkeys(notes), ' '.join(ends)])
+
+
+def _notes_on(data: Mapping[str, Any]) -> list[str]:
+  """Return what a reader should know of a stage's data: of pairs where they come from, of a mixture what was left out."""
+  report, rows = data['report'], sum(file['rows'] for file in data['files'])
+  if 'pairs' in report:
+    sources = ', '.join(f'{count} {"from samples" if source == "samples" else "of a demonstration and a wrong sample"}'
+                        for source, count in report['pairs_by_source'].items())
+    problems = ', '.join(f'{why} {count}' for why, count in report['problems'].items() if count)
+    return [f'{data["name"]}: {rows} pairs, {sources}; problems: {problems}.']
+  left_out: Counter[str] = Counter()
+  for stratum in report.values():
+    left_out.update(stratum['left_out'])
+  shown = ', '.join(f'{why} {count}' for why, count in left_out.items()) or 'none'
+  return [f'{data["name"]}: {rows} rows in {len(report)} parts; left out because they are evaluated on: {shown}.']
 
 
 def read(workdir: str | Path) -> dict[str, Any] | None:

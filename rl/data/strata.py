@@ -100,6 +100,9 @@ class MixtureConfig:
   def __post_init__(self):
     if not self.components:
       raise ValueError('components={} is empty; a mixture needs at least one.')
+    for name in self.components:
+      if not re.fullmatch(r'[A-Za-z0-9_]+', name):
+        raise ValueError(f'components names {name!r}; a name must be letters, digits and "_", because files and tasks are called after it.')
     if not 0 <= self.heldout_fraction < 1:
       raise ValueError(f'heldout_fraction={self.heldout_fraction} must be at least 0 and below 1.')
     Protected(self.ngram)
@@ -129,11 +132,15 @@ def strata(components: Mapping[str, ComponentConfig]) -> list[Stratum]:
   """Return the strata of a mixture.
 
   Raises:
-    ValueError, FileNotFoundError: a domain that is unknown or refuses its options, a level it does not have.
+    ValueError, FileNotFoundError: a domain that is unknown or refuses its options, a level that it does not have or that is named twice.
   """
   found = []
   for name, component in components.items():
     found += _of_files(name, component) if component.paths else _of_domains(name, component)
+  names = [stratum.name for stratum in found]
+  twice = next((name for name in names if names.count(name) > 1), None)
+  if twice:
+    raise ValueError(f'components {", ".join(components)} have two parts called {twice}; give one of them another name, or a level once.')
   return found
 
 

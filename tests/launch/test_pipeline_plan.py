@@ -44,6 +44,13 @@ def test_fewer_stages_in_another_order():
   assert found['data/pairs_rlvr'].inputs == ('p/models/rlvr',) and not any(name.endswith('/evaluate') for name in found)
 
 
+def test_a_part_of_the_stages():
+  stages = pipeline_plan.plan(build(), 'p')
+  assert pipeline_plan.until(stages, None) == stages and pipeline_plan.until(stages, 'reward') == stages[:3]
+  with pytest.raises(ValueError, match='--until=dpo must be one of base, sft, reward, preference, rlvr'):
+    pipeline_plan.until(stages, 'dpo')
+
+
 def test_rates_are_those_of_the_recipe_and_levels_have_equal_shares():
   config = build('')
   rates = {name: component.rate for name, component in config.mixture.components.items()}

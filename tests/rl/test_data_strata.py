@@ -77,6 +77,8 @@ def test_rows_that_are_evaluated_on_are_left_out_by_name(mixture, tmp_path):
     (lambda: ComponentConfig(('a.jsonl',), 'npy'), "schema='npy' is unknown"),
     (lambda: TextFiles('a.jsonl'), r"write \('a.jsonl',\)"),
     (lambda: MixtureConfig({}), 'a mixture needs at least one'),
+    (lambda: MixtureConfig({'a.b': GENERAL}), "components names 'a.b'; a name must be letters"),
+    (lambda: strata.strata({'x': ComponentConfig(domains={'arithmetic/integers': DomainConfig(levels=(1, 1))})}), 'two parts called x_arith'),
     (lambda: MixtureConfig({'general': GENERAL}, heldout_fraction=1.0), 'heldout_fraction=1.0 must be at least 0 and below 1'),
     (lambda: MixtureConfig({'general': GENERAL}, ngram=0), 'ngram=0 must be at least 2'),
     (lambda: strata.strata({'x': ComponentConfig(domains={'nosuch/one': DomainConfig()})}), "domain 'nosuch/one' is unknown"),
