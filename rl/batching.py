@@ -14,7 +14,7 @@ Deliberately absent: splitting a document over rows (its context would be lost i
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 import math
 from typing import Literal, get_args
@@ -197,7 +197,7 @@ def pack_rows(rows: Sequence[Sequence[Document]], length: int, *, denominator: f
   shape = (len(rows), share.num_columns)
   tokens_BT, targets_BT, positions_BT, segment_ids_BT = (np.zeros(shape, np.int32) for _ in range(4))
   loss_weight_BT = np.zeros(shape, np.float32)
-  per_token = {name: np.zeros(shape, np.float32) for name in _per_token_names(rows)}
+  per_token = {name: np.zeros(shape + array.shape[1:], array.dtype) for name, array in _per_token(rows).items()}
   for row, documents in enumerate(rows):
     total = sum(len(document.tokens_T) for document in documents)
     if total > length:
@@ -219,7 +219,8 @@ def pack_rows(rows: Sequence[Sequence[Document]], length: int, *, denominator: f
         for name, array_BT in per_token.items():
           array_BT[row, columns] = values[name][taken.start:targets.stop - 1]
       start += size
-  return Batch(tokens_BT, targets_BT, positions_BT, segment_ids_BT, loss_weight_BT, **{f'{name}_BT': per_token[name] for name in per_token})
+  fields = {f'{name}_BT{"J" * (array.ndim - 2)}': array for name, array in per_token.items()}
+  return Batch(tokens_BT, targets_BT, positions_BT, segment_ids_BT, loss_weight_BT, **fields)
 
 
 def documents(trajectories: Sequence[Trajectory], advantages: Sequence[float]) -> list[Document]:
@@ -319,7 +320,7 @@ def to_global(batch: Batch, place: Place) -> Batch:
   def part(array_BT, columns):
     taken_T = token_T[columns]
     # Padding is zeros in every array; its segment is 0.
-    return np.where(taken_T < length, array_BT[:, np.minimum(taken_T, length - 1)], 0)
+    return np.where(_along(taken_T < length, array_BT.ndim - 1), array_BT[:, np.minimum(taken_T, length - 1)], 0)
 
   return _put(batch, place, len(token_T), part)
 
@@ -362,7 +363,7 @@ def _put(batch: Batch, place: Place, padded: int, part: Callable[[np.ndarray, sl
       start, stop, _ = index[0].indices(rows)
       return part(array_BT[start - first:stop - first], slice(*index[1].indices(padded)[:2]))
 
-    return jax.make_array_from_callback((rows, padded), place.sharding, shard)
+    return jax.make_array_from_callback((rows, padded, *array_BT.shape[2:]), place.sharding, shard)
 
   return jax.tree.map(put, batch)
 
@@ -373,22 +374,29 @@ def to_host(array_BT: jax.Array, place: Place, length: int) -> np.ndarray:
   return np.asarray(array_BT)[:, np.argsort(token_T)[:length]]
 
 
-def _per_token_names(rows: Sequence[Sequence[Document]]) -> list[str]:
-  """Return what the documents say of their tokens, which must be the same for all."""
+def _along(mask_T: np.ndarray, ndim: int) -> np.ndarray:
+  """Return the mask with as many dimensions, to be taken with arrays that have several values for each token."""
+  return mask_T.reshape(-1, *[1] * (ndim - 1))
+
+
+def _per_token(rows: Sequence[Sequence[Document]]) -> Mapping[str, np.ndarray]:
+  """Return what the first document says of its tokens; all documents must say the same."""
   first = None
   for document in (document for row in rows for document in row):
     first = document if first is None else first
     if document.per_token.keys() != first.per_token.keys():
       raise ValueError(f'{document.source} has per_token {sorted(document.per_token)} and {first.source} has {sorted(first.per_token)}; '
                        'the documents of a batch must have the same.')
-  return [] if first is None else list(first.per_token)
+  return {} if first is None else first.per_token
 
 
 def _of_targets(document: Document, name: str) -> np.ndarray:
   """Return a document's values for its tokens but the first, 0 where there is nothing to learn."""
-  values_T = np.where(document.loss_mask_T, document.per_token[name], 0)[1:]
-  if not np.isfinite(values_T).all():
-    token = 1 + int(np.argmin(np.isfinite(values_T)))
+  values_T = document.per_token[name]
+  values_T = np.where(_along(document.loss_mask_T, values_T.ndim), values_T, 0)[1:]
+  is_finite_T = np.isfinite(values_T).reshape(len(values_T), -1).all(1)
+  if not is_finite_T.all():
+    token = 1 + int(np.argmin(is_finite_T))
     raise ValueError(f'{document.source}: {name} of token {token} is {values_T[token - 1]}, but the token is to be learned; '
                      'it must be finite there.')
   return values_T

@@ -96,8 +96,8 @@ class ReferenceLogprobs:
     if jax.process_index() == 0:
       self._directory.mkdir(parents=True, exist_ok=True)
       # The index says that the values are complete, so it comes last.
-      _write(values_path, np.concatenate(values))
-      _write(index_path, index)
+      write(values_path, np.concatenate(values))
+      write(index_path, index)
     if jax.process_count() > 1:
       multihost_utils.sync_global_devices(f'reference logprobs {index_path.name}')
     self._open(index_path)
@@ -109,23 +109,25 @@ class ReferenceLogprobs:
     self._num_parts += 1
 
 
-def score_documents(documents: Sequence[Document], score: Callable[[Batch], jax.Array], place: Place, rows: int,
-                    length: int) -> list[np.ndarray]:
-  """Return for each document the logprobs of its learned tokens; arguments as in `ReferenceLogprobs.score`."""
-  found: list[np.ndarray] = []
+def score_documents(documents: Sequence[Document], score: Callable[[Batch], Any], place: Place, rows: int, length: int) -> list[Any]:
+  """Return for each document what `score` says of its learned tokens; arguments as in `ReferenceLogprobs.score`.
+
+  `score` may return a tree of arrays [B, T, ...]; a document has the same tree of numpy arrays [learned tokens, ...].
+  """
+  found: list[Any] = []
   host_rows = batching.host_rows(place, rows)
   while len(found) < len(documents):
     rest = documents[len(found):]
     assignment, num_taken = batching.plan((len(document.tokens_T) for document in rest), rows, length)
     mine = [[rest[index] for index in row] for row in assignment[host_rows]]
     batch = batching.to_global(batching.pack_rows(mine, length, denominator=1, aggregation='token_sum'), place)
-    logprobs_BT = batching.to_host(_everywhere(score(batch)), place, length)
+    scored = jax.tree.map(lambda array_BT: batching.to_host(_everywhere(array_BT), place, length), score(batch))
     starts = {index: (number, sum(len(rest[before].tokens_T) for before in row[:place_in_row]))
               for number, row in enumerate(assignment) for place_in_row, index in enumerate(row)}
     for index in range(num_taken):
       row, start = starts[index]
       mask_T = rest[index].loss_mask_T[1:]
-      found.append(logprobs_BT[row, start:start + mask_T.size][mask_T])
+      found.append(jax.tree.map(lambda array_BT: array_BT[row, start:start + mask_T.size][mask_T], scored))  # noqa: B023 (called here)
   return found
 
 
@@ -145,7 +147,7 @@ def _with_reference(document: Document, values: np.ndarray) -> Document:
   return dataclasses.replace(document, per_token={**document.per_token, 'reference_logprobs': logprobs_T})
 
 
-def _write(path: Path, array: np.ndarray) -> None:
+def write(path: Path, array: np.ndarray) -> None:
   """Write a file that is complete if it is there."""
   partial = path.with_name(path.name + '.partial')
   with partial.open('wb') as file:

@@ -9,6 +9,7 @@ from rl import advantages, optimizer
 from rl.batching import Aggregation
 from rl.curriculum import DomainConfig
 from rl.losses import PolicyLossConfig
+from rl.losses_distillation import TeacherConfig
 from rl.optimizer import OptimizerConfig
 from rl.rollout.worker import RolloutConfig
 from rl.run import LayoutConfig, LoraConfig, MeshConfig, ModelSource
@@ -54,6 +55,7 @@ class RLConfig:
     epochs: passes over a batch. With one minibatch and one epoch the old policy is the current one and needs no forward pass.
     rows, length: rows of a micro-batch over all hosts, and their tokens; a conversation (rollout.max_length) must fit in one.
     curriculum: 'adaptive' draws the levels of a domain by how much there is to learn at them, 'fixed' equally.
+    teacher: a model that the policy learns from at what it samples itself.
     max_probe_diff_nats: how much trained and published weights may differ on the probe, by their precision.
     Others: as in `train.TrainConfig`.
   """
@@ -76,6 +78,7 @@ class RLConfig:
   max_probe_diff_nats: float = 0.1
   advantage: AdvantageConfig = AdvantageConfig()
   loss: PolicyLossConfig = PolicyLossConfig()
+  teacher: TeacherConfig = TeacherConfig()
   rollout: RolloutConfig = RolloutConfig()
   eval: EvalConfig = EvalConfig()
   lora: LoraConfig = LoraConfig()

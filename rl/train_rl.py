@@ -43,6 +43,7 @@ from rl import config as config_lib
 from rl import learner as learner_lib
 from rl import metrics as metrics_lib
 from rl import run as run_lib
+from rl import teacher as teacher_lib
 from rl.batching import Place
 from rl.curriculum import Curriculum, DomainConfig, heldout_problems, make_domains
 from rl.evals import runner
@@ -75,6 +76,7 @@ class Setup:
   frozen: Params
   reference: Params | None
   lineage: dict[str, Any]
+  teacher: Params | None = None
 
 
 @dataclass
@@ -113,18 +115,24 @@ def set_up(config: RLConfig) -> tuple[Setup, Params]:
     heldout_problems(domains, domain_configs, 1)
   tokenizer = tokenizer_lib.load(config.model.path)
   mesh = sharding.make_mesh(**vars(config.mesh))
-  layout = run_lib.lay_out(config.layout, weight_files.read_config(config.model.path), mesh)
+  source = weight_files.read_config(config.model.path)
+  layout = run_lib.lay_out(config.layout, source, mesh)
   place = Place.of(layout, mesh)
   batching.host_rows(place, config.rows)
+  teacher = teacher_lib.find(config.teacher, source, tokenizer, mesh, layout) if config.teacher.path else None
   model, trainable, frozen = run_lib.load_trainable(config.model, config.lora, config.seed, mesh, layout)
   is_full = config.lora.rank == 0
   learner = learner_lib.build(
       model, layout, mesh, optimizer.build(config.optimizer, config.num_updates),
-      optimizer.schedule(config.optimizer, config.num_updates), full=is_full, loss=learner_lib.policy_loss(config.loss))
+      optimizer.schedule(config.optimizer, config.num_updates), full=is_full,
+      loss=learner_lib.policy_loss(config.loss, teacher and teacher.model, config.teacher))
   reference = jax.tree.map(jnp.copy, trainable) if is_full and config.loss.kl_coef else None
   lineage = {'model': run_lib.model_fingerprint(config.model.path), 'tokenizer': tokenizer.fingerprint,
              'domains': {name: domain.version for name, domain in domains.items()}}
-  return Setup(model, tokenizer, domains, domain_configs, layout, mesh, place, learner, frozen, reference, lineage), trainable
+  if teacher is not None:
+    lineage['teacher'] = teacher.fingerprint
+  return Setup(model, tokenizer, domains, domain_configs, layout, mesh, place, learner, frozen, reference, lineage,
+               teacher and teacher.load()), trainable
 
 
 class Sampler:
@@ -167,7 +175,7 @@ def make_batches(config: RLConfig, trajectories: Sequence[Trajectory], advantage
   """Return the micro-batches of one optimizer step, as numpy."""
   documents = batching.documents(trajectories, advantage_of)
   denominator = batching.step_denominator(documents, config.aggregation, max_length=config.rollout.max_new_tokens)
-  if not (config.loss.kl_coef or config.loss.entropy_coef):
+  if not (config.loss.kl_coef or config.loss.entropy_coef or config.teacher.path):
     documents = [document for document, value in zip(documents, advantage_of, strict=True) if value != 0] or documents[:1]
   max_segments = config.loss.max_segments if config.loss.ratio == 'sequence' else None
   return batching.pack_step(documents, config.rows, config.length, aggregation=config.aggregation, denominator=denominator,
@@ -202,7 +210,8 @@ def update(config: RLConfig, setup: Setup, state, groups: Sequence[Group], advan
   with clock.phase('train'):
     for _ in range(config.epochs):
       for batches in prepared:
-        state, metrics = learner.update(state, setup.frozen, batches)
+        frozen = setup.frozen if setup.teacher is None else {**setup.frozen, learner_lib.TEACHER: setup.teacher}
+        state, metrics = learner.update(state, frozen, batches)
         total = metrics if total is None else metrics_lib.merge(total, metrics)
     values = metrics_lib.compute(total)
     jax.block_until_ready(state)
@@ -297,7 +306,7 @@ class _Loop:
       state, updated = update(config, self._setup, state, groups, advantages_QU, is_used_QU, clock)
       self._watch(step, updated)
       with clock.phase('sync'):
-        has_changed = bool(np.any(advantages_QU)) and not updated['train/skipped_steps']
+        has_changed = bool(np.any(advantages_QU) or config.teacher.path) and not updated['train/skipped_steps']
         updated |= sampler.publish(state.trainable, step, has_changed=has_changed)
     ledger.trained += int(is_used_QU.sum())
     ledger.dropped['overlong'] += collected.num_queued - int(is_used_QU.sum())
