@@ -45,7 +45,8 @@ def write(workdir: str | Path, config: PipelineConfig, stages: Sequence[Stage]) 
 
 
 def _entry(stage: Stage, records: Mapping[str, Mapping[str, Any]], earlier: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-  entry: dict[str, Any] = {'stage': stage.name, 'parent': stage.parent or None, 'data': []}
+  entry: dict[str, Any] = {'stage': stage.name, 'parent': stage.parent or None, 'data': [],
+                           'commands': {name: record['command'] for name, record in records.items() if record['command']}}
   for action in stage.actions:
     record, what = records[action.name], action.name.split('/')[1]
     if action.is_data:
@@ -54,7 +55,7 @@ def _entry(stage: Stage, records: Mapping[str, Mapping[str, Any]], earlier: Mapp
       directory = Path(action.output)
       entry |= {'parent_checkpoint': earlier.get(stage.parent, {}).get('checkpoint'),
                 'parent_model': {'path': action.inputs[0], 'fingerprint': record['inputs'][action.inputs[0]]},
-                'run': action.output, 'steps': action.last_step, 'checkpoint': record['output'],
+                'inputs': record['inputs'], 'run': action.output, 'steps': action.last_step, 'checkpoint': record['output'],
                 'config': lineage.read_json(directory / monitor.CONFIG_FILE),
                 'config_difference': lineage.read_json(directory / monitor.DIFFERENCE_FILE),
                 'key_metric': _key_metric(stage.name, directory)}
