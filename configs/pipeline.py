@@ -1,4 +1,4 @@
-r"""The whole of post-training: a base model becomes a policy that was taught, preferred, and trained against verifiers.
+r"""The whole of post-training: a base model is taught, learns what is preferred, is trained against verifiers, and teaches a smaller one.
 
 python -m launch.pipeline --config=configs/pipeline.py --config.model.path=MODEL --workdir=runs/pipeline
 
@@ -8,7 +8,7 @@ of bytes, on 2 CPU cores in minutes: it shows that all stages work together, not
 
 import ml_collections
 
-from configs import base, dpo, grpo, reward_model, sft
+from configs import base, distill, dpo, grpo, reward_model, sft
 
 SIZES = ('', 'tiny')
 # What the pipeline gives every run.
@@ -23,7 +23,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   shared = base.get_config()
   config = ml_collections.ConfigDict({
       'stage': 'pipeline',
-      'stages': ('sft', 'reward', 'preference', 'rlvr'),  # in this order; each starts from the policy before it
+      'stages': ('sft', 'reward', 'preference', 'rlvr', 'student'),  # in this order; each starts from the policy before it
       'model': shared.model,  # the base model
       'seed': 0,
       'mixture': {
@@ -63,9 +63,12 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
       'reward': run(reward_model.get_config(), 'data.paths'),
       'preference': run(dpo.get_config(), 'data.paths'),
       'rlvr': run(grpo.get_config(), 'domains'),
+      'student': run(distill.get_config(), 'data.tasks', 'data.rates', 'teacher.path'),
+      'student_layers': (),  # of the policy before it, counted from 0; () is every second one of each kind of attention
   })
-  config.sft.data.length = 2048
-  config.sft.num_steps = 1000
+  for stage in (config.sft, config.student):
+    stage.data.length = 2048
+    stage.num_steps = 1000
   for stage in (config.reward, config.preference):
     stage.data.length = 4096  # both texts of a pair
     stage.data.rows = 4
@@ -95,16 +98,18 @@ def shrink(config: ml_collections.ConfigDict) -> None:
   config.layout.compute_dtype = 'float32'
   config.layout.remat = 'none'
   config.pairs.update({'problems': 32, 'samples': 4, 'min_pairs': 32})
-  for stage in (config.sft, config.reward, config.preference, config.rlvr):
+  for stage in (config.sft, config.reward, config.preference, config.rlvr, config.student):
     stage.checkpoint_every_steps = 10
     stage.optimizer.warmup_steps = 2
-  for stage in (config.sft, config.reward, config.preference):
+  for stage in (config.sft, config.reward, config.preference, config.student):
     stage.data.rows = 4
     stage.data.micro_batches = 1
     stage.eval_every_steps = 20
-  config.sft.num_steps = 60
-  config.sft.data.length = 1024
-  config.sft.optimizer.learning_rate = 3e-3
+  for stage in (config.sft, config.student):
+    stage.num_steps = 60
+    stage.data.length = 1024
+    stage.optimizer.learning_rate = 3e-3
+  config.student_layers = (1,)
   for stage in (config.reward, config.preference):
     stage.num_steps = 20
     stage.data.length = 2048

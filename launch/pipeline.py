@@ -1,4 +1,4 @@
-r"""Run a pipeline of post-training, each stage's checkpoint feeding the next: SFT, a reward model, preferences, reinforcement learning.
+r"""Run a pipeline of post-training, each stage's checkpoint feeding the next: SFT, a reward model, preferences, RL, distillation.
 
     python -m launch.pipeline --config=configs/pipeline.py --config.model.path=MODEL --workdir=runs/pipeline
     python -m launch.pipeline ... --dry_run            # print the commands

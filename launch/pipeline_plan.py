@@ -9,6 +9,7 @@ policy, so the stage after it starts from the same one. What the pipeline gives 
 | reward | configs/reward_model.py | pairs sampled from the policy it starts from (`launch.prepare_pairs`) |
 | preference | configs/dpo.py | the same pairs |
 | rlvr | configs/grpo.py | the domains' verifiers |
+| student | configs/distill.py | the policy before it, on the mixture; it starts from some of that policy's layers |
 
 Deliberately absent: running the commands (`launch.pipeline`).
 """
@@ -21,6 +22,8 @@ import importlib
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from models import weight_files
+from models.config import ModelConfig
 from rl import config as config_lib
 from rl.curriculum import DomainConfig
 from rl.data import sources, strata
@@ -28,9 +31,10 @@ from rl.data.strata import MixtureConfig
 from rl.rl_config import RLConfig
 from rl.run import LayoutConfig, MeshConfig, ModelSource
 from rl.train import TrainConfig
+from rl.train_distillation import DistillationConfig
 from rl.train_preference import PreferenceConfig, RewardConfig
 
-BASE = 'base'
+BASE, STUDENT = 'base', 'student'
 # Of the settings of RLVR, those that decide what a policy samples and how it is graded.
 _SAMPLING = ('seed', 'model', 'domains', 'rollout', 'eval', 'overlong', 'overlong_buffer', 'length', 'mesh', 'cpu_devices')
 
@@ -48,6 +52,7 @@ KINDS: Mapping[str, Kind] = {
     'reward': Kind('reward_model', RewardConfig, 'pairs', is_policy=False),
     'preference': Kind('dpo', PreferenceConfig, 'pairs'),
     'rlvr': Kind('grpo', RLConfig, 'domains'),
+    STUDENT: Kind('distill', DistillationConfig, 'mixture'),
 }
 
 
@@ -75,7 +80,8 @@ class PipelineConfig:
     evaluate: whether the base model and each policy are tried on `rlvr.eval.problems` held-out problems.
     export_dtype: of the models between stages.
     seed, mesh, layout, cpu_devices: of all runs.
-    sft, reward, preference, rlvr: settings of the runs as in their config files, without those that the pipeline gives them.
+    student_layers: of the policy that it learns from, those that the student starts with; () is every second one of each kind.
+    sft, reward, preference, rlvr, student: settings of the runs as in their config files, without those that the pipeline gives them.
   """
   model: ModelSource
   mixture: MixtureConfig
@@ -84,9 +90,11 @@ class PipelineConfig:
   reward: dict[str, Any]
   preference: dict[str, Any]
   rlvr: dict[str, Any]
+  student: dict[str, Any]
   stage: Literal['pipeline'] = 'pipeline'
   stages: tuple[str, ...] = tuple(KINDS)
   pairs: PairsConfig = PairsConfig()
+  student_layers: tuple[int, ...] = ()
   evaluate: bool = True
   export_dtype: Literal['float32', 'bfloat16'] = 'float32'
   seed: int = 0
@@ -202,20 +210,29 @@ class _Planner:
     """Return the next stage."""
     kind, layout, parent, model = KINDS[name], self._layout, self._policy, self._model
     data, made_by = {'mixture': self._mixture, 'pairs': self._pairs, 'domains': self._domains}[kind.data](parent, model)
-    given = {**self._shared(model), **data}
+    start = model
+    if name == STUDENT:
+      start, data = layout.model(f'{name}_start'), {**data, 'teacher': {'path': model}}
+      made_by = [*made_by, self._slice(model, start)]
+    given = {**self._shared(start), **data}
     settings = config_lib.to_json(_merged(getattr(self._config, name), given))
     config_lib.build(kind.record, settings, f'config.{name}')
     run, exported = layout.run(name), layout.model(name) if kind.is_policy else ''
     actions = [*made_by, Action(
         f'{name}/train', ('-m', 'launch.train', f'--config=configs/{kind.file}.py', *_flags(settings, _defaults(kind.file)),
                           f'--workdir={run}'),
-        (model, *(action.output for action in made_by)), run, last_step=settings['num_steps'])]
+        tuple(dict.fromkeys((start, model, *(action.output for action in made_by)))), run, last_step=settings['num_steps'])]
     if kind.is_policy:
       actions.append(Action(f'{name}/export', ('-m', 'launch.convert', f'--source={run}', f'--target={exported}',
                                                f'--dtype={self._config.export_dtype}', '--overwrite'), (run,), exported))
       actions += self._evaluation(name, exported)
       self._policy, self._model = name, exported
     return Stage(name, parent, tuple(actions), exported)
+
+  def _slice(self, model: str, start: str) -> Action:
+    layers = self._config.student_layers or every_second(weight_files.read_config(self._config.model.path))
+    return Action(f'{STUDENT}/start', ('-m', 'launch.convert', f'--source={model}', f'--target={start}', f'--dtype={self._config.export_dtype}',
+                                       f'--layers={",".join(map(str, layers))}', '--overwrite'), (model,), start)
 
   def _shared(self, model: str) -> dict[str, Any]:
     config = self._config
@@ -253,6 +270,14 @@ class _Planner:
   @property
   def _dtype(self) -> str:
     return self._config.layout.compute_dtype
+
+
+def every_second(model: ModelConfig) -> tuple[int, ...]:
+  """Return every second layer of each kind of attention, the first of each included."""
+  by_kind: dict[Any, list[int]] = {}
+  for layer in range(model.num_layers):
+    by_kind.setdefault(model.layer_kind(layer), []).append(layer)
+  return tuple(sorted(layer for layers in by_kind.values() for layer in layers[::2]))
 
 
 def _defaults(file: str) -> dict[str, Any]:

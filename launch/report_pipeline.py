@@ -23,6 +23,7 @@ _KEY_METRICS: Mapping[str, Sequence[str]] = {
     'reward': ('heldout/accuracy', 'reward_model/accuracy'),
     'preference': ('heldout/accuracy', 'preference/accuracy'),
     'rlvr': ('heldout/pass@1', 'critic/score/mean'),
+    'student': ('heldout/agreement', 'heldout/loss_nats', 'train/loss_nats'),
 }
 
 

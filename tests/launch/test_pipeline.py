@@ -204,8 +204,11 @@ def test_all_stages_on_their_own_domains(tmp_path):
   done = run(model, tmp_path / 'p', settings=['--config=configs/pipeline.py:size=tiny'])
   assert done.returncode == 0, done.stderr
   stages = {entry['stage']: entry for entry in lineage.read_json(tmp_path / 'p' / 'lineage.json')['stages']}
-  assert list(stages) == ['base', 'sft', 'reward', 'preference', 'rlvr']
+  assert list(stages) == ['base', 'sft', 'reward', 'preference', 'rlvr', 'student']
   assert stages['sft']['key_metric']['last'][1] < stages['sft']['key_metric']['first'][1]
   assert stages['reward']['key_metric']['name'] == 'heldout/accuracy' and stages['reward']['parent'] == 'sft' and 'model' not in stages['reward']
   assert stages['rlvr']['parent_model'] == stages['preference']['model']
-  assert all(stages[name]['heldout']['graded'] == 16 for name in ('base', 'sft', 'preference', 'rlvr'))
+  assert stages['student']['parent'] == 'rlvr' and stages['student']['inputs'][f'{tmp_path}/p/models/rlvr'] == (
+      stages['rlvr']['model']['fingerprint'])
+  assert stages['student']['key_metric']['last'][1] > stages['student']['key_metric']['first'][1]
+  assert all(stages[name]['heldout']['graded'] == 16 for name in ('base', 'sft', 'preference', 'rlvr', 'student'))

@@ -10,10 +10,12 @@ from configs import pipeline
 from launch import pipeline_plan
 from launch.pipeline_plan import PipelineConfig
 from rl import config as config_lib
+from tests import tiny
 
 
 def build(arg='size=tiny', **changes):
   config = pipeline.get_config(arg)
+  config.student_layers = (1,)
   config.model.path = 'base_model'
   config.update_from_flattened_dict({key.replace('__', '.'): value for key, value in changes.items()})
   return config_lib.build(PipelineConfig, config)
@@ -26,15 +28,29 @@ def actions(stages):
 def test_each_stage_starts_from_the_policy_before_it():
   stages = pipeline_plan.plan(build(), 'p')
   assert [(stage.name, stage.parent) for stage in stages] == [
-      ('base', ''), ('sft', 'base'), ('reward', 'sft'), ('preference', 'sft'), ('rlvr', 'preference')]
+      ('base', ''), ('sft', 'base'), ('reward', 'sft'), ('preference', 'sft'), ('rlvr', 'preference'), ('student', 'rlvr')]
   found = actions(stages)
-  assert list(found) == ['base/evaluate', 'data/mixture', 'sft/train', 'sft/export', 'sft/evaluate', 'data/pairs_sft', 'reward/train',
-                         'preference/train', 'preference/export', 'preference/evaluate', 'rlvr/train', 'rlvr/export', 'rlvr/evaluate']
+  assert list(found) == [
+      'base/evaluate', 'data/mixture', 'sft/train', 'sft/export', 'sft/evaluate', 'data/pairs_sft', 'reward/train', 'preference/train',
+      'preference/export', 'preference/evaluate', 'rlvr/train', 'rlvr/export', 'rlvr/evaluate', 'student/start', 'student/train',
+      'student/export', 'student/evaluate']
   assert found['sft/train'].inputs == ('base_model', 'p/data/mixture') and found['sft/train'].output == 'p/sft'
   assert found['data/pairs_sft'].inputs == ('p/models/sft',)
   assert found['preference/train'].inputs == ('p/models/sft', 'p/data/pairs_sft.jsonl')
   assert found['rlvr/train'].inputs == ('p/models/preference',) and found['rlvr/train'].last_step == 4
-  assert [stage.model for stage in stages] == ['base_model', 'p/models/sft', '', 'p/models/preference', 'p/models/rlvr']
+  assert [stage.model for stage in stages] == ['base_model', 'p/models/sft', '', 'p/models/preference', 'p/models/rlvr',
+                                              'p/models/student']
+
+
+def test_the_student_starts_from_layers_of_its_teacher():
+  found = actions(pipeline_plan.plan(build(), 'p'))
+  assert found['student/start'].command[2:] == ('--source=p/models/rlvr', '--target=p/models/student_start', '--dtype=float32', '--layers=1',
+                                                '--overwrite')
+  assert found['student/train'].inputs == ('p/models/student_start', 'p/models/rlvr', 'p/data/mixture')
+  assert '--config.teacher.path=p/models/rlvr' in found['student/train'].command
+  assert '--config.model.path=p/models/student_start' in found['student/train'].command
+  model = tiny.config(num_layers=7, layer_pattern=('local', 'local', 'global'))
+  assert pipeline_plan.every_second(model) == (0, 2, 3, 6)
 
 
 def test_fewer_stages_in_another_order():
@@ -47,7 +63,7 @@ def test_fewer_stages_in_another_order():
 def test_a_part_of_the_stages():
   stages = pipeline_plan.plan(build(), 'p')
   assert pipeline_plan.until(stages, None) == stages and pipeline_plan.until(stages, 'reward') == stages[:3]
-  with pytest.raises(ValueError, match='--until=dpo must be one of base, sft, reward, preference, rlvr'):
+  with pytest.raises(ValueError, match='--until=dpo must be one of base, sft, reward, preference, rlvr, student'):
     pipeline_plan.until(stages, 'dpo')
 
 
@@ -79,6 +95,8 @@ def test_the_flags_give_the_settings(changes):
     run, given = config_lib.to_json(record), {'mixture': ('tasks', 'rates'), 'pairs': ('paths',), 'domains': ()}[kind.data]
     wanted = {**getattr(config, name), 'model': {**config_lib.to_json(config.model), 'path': action.inputs[0]}, 'seed': config.seed,
               'mesh': config.mesh, 'layout': config.layout, 'cpu_devices': config.cpu_devices}
+    if name == 'student':
+      wanted['teacher'] = {**wanted['teacher'], 'path': 'p/models/rlvr'}
     if kind.data == 'domains':
       wanted['domains'] = config.domains
     else:
@@ -94,7 +112,7 @@ def test_what_a_policy_samples_does_not_depend_on_how_it_is_trained():
 
 
 @pytest.mark.parametrize('changes, message', [
-    ({'stages': ('sft', 'dpo')}, r"stages=\('sft', 'dpo'\) must be some of sft, reward, preference, rlvr"),
+    ({'stages': ('sft', 'dpo')}, r"stages=\('sft', 'dpo'\) must be some of sft, reward, preference, rlvr, student"),
     ({'stages': ()}, 'must be some of'),
     ({'stages': ('sft', 'sft')}, 'each at most once'),
     ({'model__path': ''}, "model.path='' must be the base model"),
@@ -111,7 +129,7 @@ def test_mistakes_are_said_before_anything_runs(changes, message):
 
 def test_a_setting_that_the_pipeline_gives_is_not_a_runs_own():
   config = pipeline.get_config()
-  for stage, given in (('sft', ('tasks', 'rates')), ('reward', ('paths',)), ('preference', ('paths',))):
+  for stage, given in (('sft', ('tasks', 'rates')), ('student', ('tasks', 'rates')), ('reward', ('paths',)), ('preference', ('paths',))):
     assert not set(given) & set(config[stage].data)
   assert 'domains' not in config.rlvr
   assert all(not {'seed', 'model', 'mesh', 'layout', 'cpu_devices'} & set(config[stage]) for stage in pipeline_plan.KINDS)
