@@ -10,7 +10,7 @@ ones (rejection sampling).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 import json
 import logging
 import os
@@ -22,6 +22,7 @@ from absl import flags
 from envs import registry
 from envs.core import Domain
 import launch
+from rl.data.demonstrations import demonstrations, different, plain
 
 _DOMAIN = flags.DEFINE_string('domain', 'word_problems/generated',
                               f'One of {", ".join(registry.names())}, or package/module:function of your own.')
@@ -42,40 +43,6 @@ _DTYPE = flags.DEFINE_enum('dtype', 'bfloat16', ['float32', 'bfloat16'], 'Of a t
 _MAX_NEW = flags.DEFINE_integer('max_new_tokens', 256, 'Of a teacher: longest reply.', lower_bound=1)
 _MAX_LENGTH = flags.DEFINE_integer('max_length', 1024, 'Of a teacher: longest conversation, in tokens.', lower_bound=2)
 _SLOTS = flags.DEFINE_integer('slots', 32, 'Of a teacher: conversations side by side.', lower_bound=1)
-
-
-def demonstrations(domain: Domain, levels: list[int], split: str, count: int) -> Iterator:
-  """Yield the demonstrations of `count` different problems; order and errors as of `different`."""
-  return different(domain, levels, split, count, lambda level, index: domain.demonstration(split, level, index), lambda messages: messages)
-
-
-def different(domain: Domain, levels: list[int], split: str, count: int, get: Callable[[int, int], Any],
-              messages_of: Callable[[Any], Any]) -> Iterator:
-  """Yield what `get(level, index)` makes of `count` different problems, levels in turn; a level named twice comes twice as often.
-
-  Problems differ by the first of the messages that `messages_of` finds.
-
-  Raises:
-    ValueError: the domain has not so many.
-  """
-  seen: set[str] = set()
-  next_index = dict.fromkeys(levels, 0)
-  for _ in range(100 * count):
-    for level in levels:
-      index = next_index[level]
-      next_index[level] += 1
-      size = domain.source.size(split, level)
-      if size is not None and index >= size:
-        raise ValueError(f'{domain.name} has only {len(seen)} different problems of levels {levels} in split {split!r}; lower --count.')
-      made = get(level, index)
-      question = messages_of(made)[0]['content']
-      if question in seen:
-        continue
-      if len(seen) == count:
-        return
-      seen.add(question)
-      yield made
-  raise ValueError(f'{domain.name} gave only {len(seen)} different problems of levels {levels}; lower --count or add levels.')
 
 
 def _written(domain: Domain, levels: list[int], counts: Counter) -> Iterator:
@@ -127,8 +94,7 @@ def main(_: list[str]) -> None:
   temporary = path.with_name(path.name + '.tmp')
   with temporary.open('w', encoding='utf-8') as file:
     for messages in _written(domain, levels, counts):
-      row = [{'role': message['role'], 'content': message['content']} for message in messages]
-      file.write(json.dumps({'messages': row}) + '\n')
+      file.write(json.dumps({'messages': plain(messages)}) + '\n')
   os.replace(temporary, path)
   more = '; '.join(f'{what}: {count}' for what, count in sorted(counts.items()) if what != 'kept')
   logging.getLogger('launch.prepare_data').info('Wrote %d conversations to %s.%s', counts['kept'], path, more and f' {more}.')

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from envs.core import Domain, Outcome, Problem
-from envs.tool_env import ToolEnv
-from models import chat, decode, sharding
+from launch import rollouts
+from models import chat, sharding
 from models.sampling import Sampling
-from rl import policy as policy_lib
-from rl.rollout.engine import Engine
-from rl.rollout.ledger import Ledger
-from rl.rollout.worker import Assignment, RolloutConfig, Worker
+from rl.rollout.worker import Assignment, RolloutConfig
 from rl.types import Group, Trajectory
 
 # Problems that are given to the worker at once, so that their texts are written as they come.
@@ -64,13 +61,8 @@ def conversations(config: TeacherConfig, domain: Domain, problems: Iterable[Prob
     ValueError, FileNotFoundError: what `policy.load` refuses.
     RuntimeError: the model's logits are not finite.
   """
-  mesh = sharding.make_mesh(data=-1)
-  layout = replace(sharding.TRAIN, compute_dtype=config.dtype)
-  policy = policy_lib.load(config.path, mesh, layout, config.dtype, config.step)
-  engine = Engine(policy.params, policy.config, decode.rollout_layout(layout, mesh), mesh, num_slots=rollout.slots,
-                  max_length=rollout.max_length, steps_per_launch=rollout.steps_per_launch, prefill_chunk=rollout.prefill_chunk)
-  worker = Worker(engine, policy.tokenizer, chat.TEMPLATES[config.chat_template or policy.chat_template], {domain.name: domain},
-                  lambda domain: ToolEnv(domain, describe_tools=rollout.describe_tools), rollout, seed=config.seed, ledger=Ledger())
+  worker = rollouts.worker_on(sharding.make_mesh(data=-1), config.path, rollout, {domain.name: domain}, template=config.chat_template,
+                              step=config.step, dtype=config.dtype, seed=config.seed)
   assignments = [Assignment(number, problem) for number, problem in enumerate(problems)]
   for start in range(0, len(assignments), _PROBLEMS_AT_ONCE):
     groups = list(worker.collect(assignments[start:start + _PROBLEMS_AT_ONCE], config.samples, Sampling(temperature=config.temperature)))

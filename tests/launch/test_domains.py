@@ -48,7 +48,7 @@ def test_demonstrations_that_cannot_be(tmp_path, arguments, message):
   arguments = [argument.replace('DATA', f'{tmp_path}/data.jsonl') for argument in arguments]
   done = run('prepare_data', *arguments, f'--output={tmp_path}/out.jsonl')
   if message.startswith('has only'):
-    assert done.returncode != 0 and 'different problems' in done.stderr and 'lower --count' in done.stderr, done.stderr
+    assert done.returncode != 0 and 'different problems' in done.stderr and 'lower the count' in done.stderr, done.stderr
   else:
     assert done.returncode != 0 and message in done.stderr and 'Traceback' not in done.stderr, done.stderr
   assert not (tmp_path / 'out.jsonl').exists()
