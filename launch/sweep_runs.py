@@ -23,7 +23,7 @@ from models import hf_weights, sharding, transformer, weight_files
 from models import params as params_lib
 from models import tokenizer as tokenizer_lib
 from models.config import ModelConfig
-from rl import checkpoint, rl_config, train, train_preference, train_rl
+from rl import checkpoint, rl_config, train, train_distillation, train_preference, train_rl
 from rl import config as config_lib
 from rl import run as run_lib
 
@@ -31,7 +31,8 @@ MODEL = 'model'
 _NAME = re.compile(r'[\w.=+-]+')
 _STAGES = {'supervised': (train.TrainConfig, train.run), 'rl': (rl_config.RLConfig, train_rl.run),
            'preference': (train_preference.PreferenceConfig, train_preference.run),
-           'reward': (train_preference.RewardConfig, train_preference.run)}
+           'reward': (train_preference.RewardConfig, train_preference.run),
+           'distillation': (train_distillation.DistillationConfig, train_distillation.run)}
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from rl.batching import Aggregation
 from rl.critic import CriticConfig
 from rl.curriculum import DomainConfig
 from rl.losses import PolicyLossConfig
+from rl.losses_distillation import TeacherConfig
 from rl.optimizer import OptimizerConfig
 from rl.rollout.worker import RolloutConfig
 from rl.run import LayoutConfig, LoraConfig, MeshConfig, ModelSource
@@ -142,6 +143,7 @@ class RLConfig:
     curriculum: 'adaptive' draws the levels of a domain by how much there is to learn at them, 'fixed' equally.
     reward, process, reward_kl: what a sample earns.
     critic: of estimator='gae'.
+    teacher: a model that the policy learns from at what it samples itself.
     max_probe_diff_nats: how much trained and published weights may differ on the probe, by their precision.
     Others: as in `train.TrainConfig`.
   """
@@ -168,6 +170,7 @@ class RLConfig:
   advantage: AdvantageConfig = AdvantageConfig()
   critic: CriticConfig = CriticConfig()
   loss: PolicyLossConfig = PolicyLossConfig()
+  teacher: TeacherConfig = TeacherConfig()
   rollout: RolloutConfig = RolloutConfig()
   eval: EvalConfig = EvalConfig()
   lora: LoraConfig = LoraConfig()
