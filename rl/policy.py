@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +19,7 @@ from models.tokenizer import Tokenizer
 from rl import checkpoint, learner, phases
 from rl import config as config_lib
 from rl.phases import Phase
-from rl.run import CHECKPOINTS, LoraConfig, ModelSource, load_trainable
+from rl.run import CHECKPOINTS, LoraConfig, ModelSource, load_trainable, model_fingerprint
 from rl.types import Params
 
 
@@ -69,6 +71,16 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     path = run.model.path
   path = Path(path)
   return tokenizer_lib.load(path.parent if path.suffix == '.safetensors' else path)
+
+
+def fingerprint(path: str | Path) -> str:
+  """Return a SHA-256 of what decides the parameters: a model's files, or the configuration, lineage and newest step of a run."""
+  directory = Path(path) / CHECKPOINTS
+  if not directory.is_dir():
+    return model_fingerprint(path)
+  host = checkpoint.read_host(directory)
+  what = [checkpoint.committed_steps(directory)[-1], host.config, host.lineage]
+  return hashlib.sha256(json.dumps(what, sort_keys=True, default=dict).encode()).hexdigest()
 
 
 def load_params(path: str | Path, mesh: Mesh, layout: Layout, dtype: str, step: int | None = None) -> tuple[ModelConfig, Params]:
