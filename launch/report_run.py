@@ -181,7 +181,7 @@ class Run:
     times_s: Unix times of the first and the last line of metrics.
     log: its episodes, None for a run without.
     evaluations: by step.
-    notes: what a reader should know of the files.
+    notes: what a reader should know first: what is wrong with files, and alarms.
   """
   directory: Path
   config: Mapping[str, Any]
@@ -223,6 +223,7 @@ def read_run(directory: str | Path) -> Run:
                             'Give what --workdir of launch.train was.')
   notes: list[str] = []
   metrics, times_s = _read_metrics(directory / monitor.METRICS_FILE, notes)
+  notes += _alarms(metrics)
   path, log = directory / monitor.TRAJECTORIES_FILE, None
   if path.is_file():
     log = EpisodeLog(str(path), functools.partial(path.open, 'rb'))
@@ -373,6 +374,19 @@ def _read_metrics(path: Path, notes: list[str]) -> tuple[dict[str, Series], tupl
       for key, value in record.items():
         metrics.setdefault(key, Series()).append(step, value)
   return metrics, times_s
+
+
+def _alarms(metrics: Mapping[str, Series]) -> Iterator[str]:
+  """Yield what `rl.drift` saw at each step at which its alarm began to ring."""
+  known = {key: dict(zip(series.steps, series.values, strict=True)) for key, series in metrics.items() if key.startswith('drift/')}
+  before = 0.0
+  for step, count in known.get('drift/alarms', {}).items():
+    if count is not None and count > before:
+      before = count
+      seen = {name: known.get(f'drift/{name}', {}).get(step) for name in ('agreement', 'agreement_low', 'agreement_high', 'truth', 'proxy')}
+      agreement, low, high, truth, proxy = ('?' if value is None else f'{value:.3g}' for value in seen.values())
+      yield (f'Alarm at step {step}: reward models and verifier part. Over the last steps they ranked samples of a problem alike in a share of '
+             f'{agreement} (95 % interval {low} to {high}), and the mean score was {truth} by the verifier and {proxy} by the reward models.')
 
 
 def _read_object(path: Path) -> dict[str, Any]:
