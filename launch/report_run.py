@@ -223,7 +223,7 @@ def read_run(directory: str | Path) -> Run:
                             'Give what --workdir of launch.train was.')
   notes: list[str] = []
   metrics, times_s = _read_metrics(directory / monitor.METRICS_FILE, notes)
-  notes += _alarms(metrics)
+  notes += [_alarm(metrics, step) for step in alarm_steps(metrics)]
   path, log = directory / monitor.TRAJECTORIES_FILE, None
   if path.is_file():
     log = EpisodeLog(str(path), functools.partial(path.open, 'rb'))
@@ -376,17 +376,22 @@ def _read_metrics(path: Path, notes: list[str]) -> tuple[dict[str, Series], tupl
   return metrics, times_s
 
 
-def _alarms(metrics: Mapping[str, Series]) -> Iterator[str]:
-  """Yield what `rl.drift` saw at each step at which its alarm began to ring."""
-  known = {key: dict(zip(series.steps, series.values, strict=True)) for key, series in metrics.items() if key.startswith('drift/')}
-  before = 0.0
-  for step, count in known.get('drift/alarms', {}).items():
-    if count is not None and count > before:
-      before = count
-      seen = {name: known.get(f'drift/{name}', {}).get(step) for name in ('agreement', 'agreement_low', 'agreement_high', 'truth', 'proxy')}
-      agreement, low, high, truth, proxy = ('?' if value is None else f'{value:.3g}' for value in seen.values())
-      yield (f'Alarm at step {step}: reward models and verifier part. Over the last steps they ranked samples of a problem alike in a share of '
-             f'{agreement} (95 % interval {low} to {high}), and the mean score was {truth} by the verifier and {proxy} by the reward models.')
+def alarm_steps(metrics: Mapping[str, Series]) -> list[int]:
+  """Return the steps at which `rl.drift` raised an alarm."""
+  series = metrics.get('drift/alarms', Series())
+  counts = [count or 0 for count in series.values]
+  return [step for step, count, before in zip(series.steps, counts, [0, *counts], strict=False) if count > before]
+
+
+def _alarm(metrics: Mapping[str, Series], step: int) -> str:
+  def seen(name: str) -> str:
+    series = metrics.get(f'drift/{name}', Series())
+    value = dict(zip(series.steps, series.values, strict=True)).get(step)
+    return 'unknown' if value is None else f'{value:.3g}'
+
+  return (f'Alarm at step {step}: reward models and verifier part. Over the last steps they ranked samples of a problem alike in a share of '
+          f'{seen("agreement")} (95 % interval {seen("agreement_low")} to {seen("agreement_high")}), and the mean score was {seen("truth")} by '
+          f'the verifier and {seen("proxy")} by the reward models.')
 
 
 def _read_object(path: Path) -> dict[str, Any]:
