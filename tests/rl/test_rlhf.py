@@ -155,7 +155,8 @@ def test_the_alarm_comes_before_a_tenth_of_the_truth_is_lost(hacked):
             f'{lost}, {mean[-1]:.3f} at the end, where the proxy is {proxy[-5:].mean():.3f}'
   # The policy had learned what is right, and would have lost it all.
   assert best[-1] > 0.85 > 0.1 > mean[-1] and proxy[-5:].mean() > 1.4, figures
-  assert 5 <= step < lost and mean[step - 5] >= 0.9 * best[step - 5] and records[step]['drift/alarm'] == 1, figures
+  # So early that the test of agreement must have spoken; that of the truth waits until a twentieth is lost.
+  assert 5 <= step < lost and mean[step - 5] >= 0.95 * best[step - 5] and records[step]['drift/alarm'] == 1, figures
 
 
 def test_an_alarm_keeps_a_snapshot_or_stops_with_a_checkpoint(hacked):
