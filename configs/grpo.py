@@ -177,6 +177,14 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
           'kl_estimator': 'k2',  # k2, k3, k3_corrected
           'entropy_coef': 0.0,
       },
+      'teacher': {  # of what the policy samples itself (configs/distill.py)
+          'path': '',  # model or run directory of the policy's vocabulary; '' is none
+          'dtype': 'bfloat16',
+          'coef': 1.0,  # of KL(policy | teacher)
+          'divergence': 'sampled',  # sampled: of the tokens that were sampled; full: over the whole vocabulary
+          'temperature': 1.0,  # full only
+          'reward_coef': 1.0,  # of the rewards' advantages; 0 learns from the teacher alone
+      },
       'minibatches': 1,  # optimizer steps of a batch
       'epochs': 1,  # passes over a batch
       'rows': 8,  # of a micro-batch

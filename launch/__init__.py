@@ -1,4 +1,4 @@
-"""Programs: `python -m launch.train`, `evaluate`, `generate`, `report`, `convert`, `prepare_data`, `tokenize`, `bench`, `fit`.
+"""Programs: `python -m launch.X`, X train, pipeline, evaluate, generate, report, convert, prepare_data, prepare_pairs, tokenize, bench, fit.
 
 When a program of this package is started, this file is the first that runs. glibc gives every XLA buffer above 32 MiB back to the kernel and
 faults it in again, page by page (a 64 MiB output costs 37 ms of CPU instead of 10); huge pages cure it, but glibc reads the setting before

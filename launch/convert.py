@@ -2,13 +2,14 @@
 
 The source is a run directory (its newest checkpoint, adapters merged), a Hugging Face directory, or a .gguf file. The target holds weights,
 config.json and the tokenizer's files, and is complete or not there at all. The conversion runs on the CPU and needs memory for the weights
-in the target's dtype.
+in the target's dtype. With --layers=0,2,4 the target is a smaller model of these layers, a student for distillation.
 
 Deliberately absent: writing GGUF, and quantizing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import logging
 import time
 
@@ -16,7 +17,7 @@ from absl import flags
 import jax
 
 import launch
-from models import hf_weights, sharding
+from models import hf_weights, sharding, student
 from models import params as params_lib
 from models import tokenizer as tokenizer_lib
 from rl import policy as policy_lib
@@ -26,16 +27,20 @@ _TARGET = flags.DEFINE_string('target', None, 'Directory to make.')
 _STEP = flags.DEFINE_integer('step', None, 'Checkpoint of a run; default the newest.')
 _DTYPE = flags.DEFINE_enum('dtype', 'bfloat16', list(sharding.DTYPES), 'Dtype of the weights in the target.')
 _TOKENIZER = flags.DEFINE_string('tokenizer', None, 'Where the tokenizer is, if not in the source; "none" converts the weights alone.')
+_LAYERS = flags.DEFINE_list('layers', [], 'Layers to keep, counted from 0, for a student of distillation; default all.')
 _OVERWRITE = flags.DEFINE_bool('overwrite', False, 'Replace the target if it exists.')
 
 
-def convert(source: str, target: str, dtype: str, *, step: int | None = None, tokenizer: str | None = None, overwrite: bool = False) -> str:
+def convert(source: str, target: str, dtype: str, *, step: int | None = None, tokenizer: str | None = None, overwrite: bool = False,
+            layers: Sequence[int] = ()) -> str:
   """Convert, and return one line that says what was done; arguments as the flags, errors as those of `policy.load` and `hf_weights`."""
   start = time.perf_counter()
   hf_weights.check_target(target, overwrite)
   # The tokenizer first: it is quick to load, and missing files should cost no minutes.
   vocabulary = {None: lambda: policy_lib.load_tokenizer(source), 'none': lambda: None}.get(tokenizer, lambda: tokenizer_lib.load(tokenizer))()
   config, params = policy_lib.load_params(source, sharding.make_mesh(devices=jax.devices('cpu')[:1]), sharding.TRAIN, dtype, step)
+  if layers:
+    params, config = student.slice_layers(params, config, layers)
   hf_weights.export(target, config, params, dtype=dtype, overwrite=overwrite, tokenizer=vocabulary)
   return (f'{source} -> {target}: {config.family}, {params_lib.count(params):,} parameters in {dtype}, '
           f'{"no tokenizer" if vocabulary is None else f"{vocabulary.vocab_size:,} token ids"}, {time.perf_counter() - start:.1f} s.')
@@ -43,8 +48,12 @@ def convert(source: str, target: str, dtype: str, *, step: int | None = None, to
 
 def main(_: list[str]) -> None:
   jax.config.update('jax_platforms', 'cpu')  # Leaves an accelerator to whoever is using it.
-  logging.getLogger('launch.convert').info(
-      convert(_SOURCE.value, _TARGET.value, _DTYPE.value, step=_STEP.value, tokenizer=_TOKENIZER.value, overwrite=_OVERWRITE.value))
+  try:
+    layers = [int(layer) for layer in _LAYERS.value]
+  except ValueError as error:
+    raise ValueError(f'--layers={",".join(_LAYERS.value)} must be whole numbers separated by commas.') from error
+  logging.getLogger('launch.convert').info(convert(
+      _SOURCE.value, _TARGET.value, _DTYPE.value, step=_STEP.value, tokenizer=_TOKENIZER.value, overwrite=_OVERWRITE.value, layers=layers))
 
 
 if __name__ == '__main__':

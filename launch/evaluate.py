@@ -33,10 +33,9 @@ import jax
 from ml_collections import config_flags
 import numpy as np
 
-from envs.tool_env import ToolEnv
 import launch
-from launch import report_evidence, report_reward
-from models import chat, decode, heads, sampling, sharding, startup, transformer
+from launch import report_evidence, report_reward, rollouts
+from models import chat, heads, sampling, sharding, startup, transformer
 from rl import batching, checkpoint, monitor, reward_model, rl_config, train
 from rl import config as config_lib
 from rl import policy as policy_lib
@@ -46,8 +45,6 @@ from rl.data.preferences import PreferenceFiles, Preferences
 from rl.data.records import Example
 from rl.evals import answers, evidence, runner, stats
 from rl.rollout.engine import Engine
-from rl.rollout.ledger import Ledger
-from rl.rollout.worker import Worker
 from rl.run import CHECKPOINTS
 from rl.types import Document
 
@@ -149,17 +146,8 @@ def evaluate_domains() -> tuple[dict, str]:
   config = config_lib.build(rl_config.RLConfig, settings)
   domains, domain_configs = make_domains(config.domains)
   problems = heldout_problems(domains, domain_configs, config.eval.problems)
-  startup.use_cpu_devices(config.cpu_devices)
-  startup.check_backend()
   start = time.perf_counter()
-  mesh = sharding.make_mesh(**vars(config.mesh))
-  layout = decode.rollout_layout(dataclasses.replace(sharding.TRAIN, compute_dtype=_DTYPE.value), mesh)
-  policy = policy_lib.load(_MODEL.value, mesh, sharding.TRAIN, _DTYPE.value, _STEP.value)
-  engine = Engine(policy.params, policy.config, layout, mesh, num_slots=config.rollout.slots, max_length=config.rollout.max_length,
-                  steps_per_launch=config.rollout.steps_per_launch, prefill_chunk=config.rollout.prefill_chunk)
-  worker = Worker(engine, policy.tokenizer, chat.TEMPLATES[config.model.chat_template], domains,
-                  lambda domain: ToolEnv(domain, describe_tools=config.rollout.describe_tools), config.rollout, seed=config.seed + 2**31,
-                  ledger=Ledger())
+  worker = rollouts.open_worker(_MODEL.value, config, domains, step=_STEP.value, dtype=_DTYPE.value, seed=config.seed + 2**31)
   result = runner.evaluate(worker, problems, sampling.Sampling(temperature=config.eval.temperature))
   print(f'{_MODEL.value}: held-out pass@1 {result.pass_rate} ({result.num_passed} of {result.num_graded} problems, '
         f'{len(problems) - result.num_graded} not graded; {time.perf_counter() - start:.0f} s)')

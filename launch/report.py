@@ -4,6 +4,7 @@
     python -m launch.report --workdir=runs/x --baseline=base.json --output=x.html
 
 Works on a run that goes on, too. --baseline is what `launch.evaluate --config=... --output=` wrote of another model, on the same problems.
+With the directory of a pipeline it prints the table of its stages, each of which is a run of its own.
 The page is one file that needs no network; pass@1 is the share of problems solved with one sample each, and intervals are of 95 %.
 """
 
@@ -16,7 +17,7 @@ import sys
 from absl import flags
 
 import launch
-from launch import report_page, report_reward, report_run, report_text
+from launch import report_page, report_pipeline, report_reward, report_run, report_text
 from rl import reward_model
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.')
@@ -29,6 +30,10 @@ _MAX_MIB = flags.DEFINE_float('max_mib', 24.0, 'Most episodes to put on the page
 def main(_: list[str]) -> None:
   # A terminal that lacks a character that the model wrote must not end the report.
   sys.stdout.reconfigure(errors='backslashreplace')
+  pipeline = report_pipeline.read(_WORKDIR.value)
+  if pipeline is not None:
+    print(report_pipeline.summary(pipeline))
+    return
   run = report_run.read_run(_WORKDIR.value)
   baseline = report_run.read_baseline(_BASELINE.value) if _BASELINE.value else None
   output = Path(_OUTPUT.value or run.directory / 'report.html')

@@ -1,6 +1,7 @@
 """Train: `python -m launch.train --config=configs/sft.py --config.model.path=... --workdir=runs/sft`.
 
-`config.stage` says how: 'supervised' (`rl.train`), 'preference' or 'reward' (`rl.train_preference`), or 'rl' (`rl.train_rl`).
+`config.stage` says how: 'supervised' (`rl.train`), 'preference' or 'reward' (`rl.train_preference`), 'distillation'
+(`rl.train_distillation`), or 'rl' (`rl.train_rl`).
 
 Every field of the config is a flag (`--config.optimizer.learning_rate=1e-5`); a key that nothing reads is an error. The same command run again
 continues from the newest checkpoint of the workdir.
@@ -17,7 +18,7 @@ import launch
 from launch import report_reward, report_run, report_text
 from models import startup
 from rl import config as config_lib
-from rl import reward_model, rl_config, train, train_preference, train_rl
+from rl import reward_model, rl_config, train, train_distillation, train_preference, train_rl
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'File with get_config(); fields are flags of their own.')
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run: checkpoints, metrics, resolved config.')
@@ -27,7 +28,8 @@ _LOG = logging.getLogger('launch.train')
 def main(_: list[str]) -> None:
   stages = {'supervised': (train.TrainConfig, train.run), 'rl': (rl_config.RLConfig, train_rl.run),
             'preference': (train_preference.PreferenceConfig, train_preference.run),
-            'reward': (train_preference.RewardConfig, train_preference.run)}
+            'reward': (train_preference.RewardConfig, train_preference.run),
+            'distillation': (train_distillation.DistillationConfig, train_distillation.run)}
   stage = _CONFIG.value.get('stage')
   if stage not in stages:
     raise ValueError(f'config.stage={stage!r} must be one of {", ".join(stages)}.')

@@ -19,59 +19,14 @@ Deliberately absent: a dense path for small vocabularies (a second definition of
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 import functools
-import math
 
 import jax
 from jax import lax
-from jax.experimental.layout import Layout as ArrayLayout
-from jax.experimental.layout import with_layout_constraint
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
-from models import sharding
-from models.chunks import Chunks
+from models import head_blocks as blocks
 from models.layers import softcap as capped
-
-# A block of 2048 x 1024 float32 logits stays in a CPU's last-level cache; larger or smaller ones measured slower.
-_BLOCK = 2048
-_CHUNK = 1024
-# Chunks that a device's tokens make at least, so that those that count nothing can be left out. A trained head reads and writes its gradient
-# once for each chunk, so there fewer are better.
-_LEAST_CHUNKS = 4
-_KEPT_BYTES = 256 * 2**20
-
-
-@dataclass(frozen=True)
-class _Plan:
-  """The static part of a call.
-
-  Attributes:
-    tokens: partition of targets_BT.
-    unembed: partition of unembed_VD.
-    token_axes, vocab_axes, embed_axes: mesh axes of more than one device that split the tokens, and V and D of unembed_VD.
-    softcap, chunk, unembed_grad: the caller's.
-    entropy: whether the entropy is computed beside the logprobs.
-    entropy_grad: whether it is differentiated too.
-  """
-
-  tokens: P
-  unembed: P
-  token_axes: tuple[str, ...]
-  vocab_axes: tuple[str, ...]
-  embed_axes: tuple[str, ...]
-  softcap: float | None
-  chunk: int
-  unembed_grad: bool
-  entropy: bool
-  entropy_grad: bool
-
-  @property
-  def pulls(self) -> bool:
-    """Whether forward leaves nothing to backward but a product."""
-    return not (self.unembed_grad or self.entropy_grad)
 
 
 def token_logprobs(hidden_BTD: jax.Array, unembed_VD: jax.Array, targets_BT: jax.Array, mask_BT: jax.Array | None = None, *,
@@ -91,8 +46,8 @@ def token_logprobs(hidden_BTD: jax.Array, unembed_VD: jax.Array, targets_BT: jax
     TypeError: hidden or unembed not floating, targets not integers, mask not bool.
     RuntimeError: no mesh is set.
   """
-  plan, unembed_VD = _plan(hidden_BTD, unembed_VD, targets_BT, softcap, chunk, unembed_grad)
-  return _scores(plan, hidden_BTD, unembed_VD, jax.reshard(targets_BT, plan.tokens), _mask(plan, targets_BT, mask_BT))[0]
+  plan, unembed_VD = blocks.make_plan(hidden_BTD, unembed_VD, targets_BT, softcap, chunk, unembed_grad)
+  return _scores(plan, hidden_BTD, unembed_VD, jax.reshard(targets_BT, plan.tokens), blocks.check_mask(plan, targets_BT.shape, mask_BT))[0]
 
 
 def token_logprobs_and_entropy(hidden_BTD: jax.Array, unembed_VD: jax.Array, targets_BT: jax.Array, mask_BT: jax.Array | None = None, *,
@@ -102,8 +57,10 @@ def token_logprobs_and_entropy(hidden_BTD: jax.Array, unembed_VD: jax.Array, tar
 
   Arguments, errors and masked positions as in `token_logprobs`.
   """
-  plan, unembed_VD = _plan(hidden_BTD, unembed_VD, targets_BT, softcap, chunk, unembed_grad, entropy=True, entropy_grad=entropy_grad)
-  logprobs_BT, entropy_BT = _scores(plan, hidden_BTD, unembed_VD, jax.reshard(targets_BT, plan.tokens), _mask(plan, targets_BT, mask_BT))
+  plan, unembed_VD = blocks.make_plan(hidden_BTD, unembed_VD, targets_BT, softcap, chunk, unembed_grad, entropy=True,
+                                      entropy_grad=entropy_grad)
+  mask_BT = blocks.check_mask(plan, targets_BT.shape, mask_BT)
+  logprobs_BT, entropy_BT = _scores(plan, hidden_BTD, unembed_VD, jax.reshard(targets_BT, plan.tokens), mask_BT)
   return logprobs_BT, entropy_BT if entropy_grad else lax.stop_gradient(entropy_BT)
 
 
@@ -117,7 +74,7 @@ def weighted_nll(hidden_BTD: jax.Array, unembed_VD: jax.Array, targets_BT: jax.A
   `weight_BT` is mask, aggregation and denominator in one (`Batch.loss_weight_BT`). The other arguments, and the errors, are as in
   `token_logprobs`.
   """
-  plan, unembed_VD = _plan(hidden_BTD, unembed_VD, targets_BT, softcap, chunk, unembed_grad)
+  plan, unembed_VD = blocks.make_plan(hidden_BTD, unembed_VD, targets_BT, softcap, chunk, unembed_grad)
   if weight_BT.shape != targets_BT.shape:
     raise ValueError(f'weight_BT{weight_BT.shape} must have the shape of targets_BT{targets_BT.shape}.')
   if not jnp.issubdtype(weight_BT.dtype, jnp.floating):
@@ -126,132 +83,7 @@ def weighted_nll(hidden_BTD: jax.Array, unembed_VD: jax.Array, targets_BT: jax.A
   return _nll(plan, hidden_BTD, unembed_VD, targets_BT, weight_BT)
 
 
-def _mask(plan: _Plan, targets_BT, mask_BT) -> jax.Array:
-  if mask_BT is None:
-    mask_BT = jnp.ones(targets_BT.shape, bool)
-  if mask_BT.shape != targets_BT.shape:
-    raise ValueError(f'mask_BT{mask_BT.shape} must have the shape of targets_BT{targets_BT.shape}.')
-  if mask_BT.dtype != jnp.bool_:
-    raise TypeError(f'mask_BT must be bool, got {mask_BT.dtype}; a weight becomes a mask by != 0.')
-  return jax.reshard(mask_BT, plan.tokens)
-
-
-def _plan(hidden_BTD, unembed_VD, targets_BT, softcap, chunk, unembed_grad, entropy=False, entropy_grad=False) -> tuple[_Plan, jax.Array]:
-  if hidden_BTD.ndim != 3 or unembed_VD.ndim != 2 or hidden_BTD.shape[-1] != unembed_VD.shape[-1]:
-    raise ValueError(f'hidden_BTD{hidden_BTD.shape} and unembed_VD{unembed_VD.shape} must be [B, T, D] and [V, D] with one D.')
-  if targets_BT.shape != hidden_BTD.shape[:2]:
-    raise ValueError(f'targets_BT{targets_BT.shape} must have the first two axes of hidden_BTD{hidden_BTD.shape}.')
-  for name, array, kind in (('hidden_BTD', hidden_BTD, jnp.floating), ('unembed_VD', unembed_VD, jnp.floating),
-                            ('targets_BT', targets_BT, jnp.integer)):
-    if not jnp.issubdtype(array.dtype, kind):
-      raise TypeError(f'{name} must be of {kind.__name__} dtype, got {array.dtype}.')
-  if chunk is not None and chunk < 1:
-    raise ValueError(f'chunk={chunk} must be at least 1 token.')
-  if softcap is not None and softcap <= 0:
-    raise ValueError(f'softcap={softcap} must be positive, or None for no cap.')
-  mesh = sharding.current_mesh()
-  hidden, unembed = (jax.typeof(x).sharding.spec for x in (hidden_BTD, unembed_VD))
-
-  def axes(*parts):
-    names = [name for part in parts if part is not None for name in (part if isinstance(part, tuple) else (part,))]
-    return tuple(name for name in names if mesh.shape[name] > 1)
-
-  token_axes, vocab_axes, embed_axes = axes(*hidden[:2]), axes(unembed[0]), axes(unembed[1])
-  if axes(hidden[2]):
-    raise ValueError(f'hidden_BTD is split {hidden}, but its last axis must be whole; constrain it to batch, length, None.')
-  if set(token_axes) & set(vocab_axes):
-    raise ValueError(f'A mesh axis splits both the tokens of hidden_BTD ({hidden}) and the vocabulary of unembed_VD ({unembed}); a token '
-                     'must meet the whole vocabulary, so give them different axes.')
-  if set(embed_axes) - set(token_axes):
-    raise ValueError(f'A mesh axis splits D of unembed_VD ({unembed}) but not the tokens of hidden_BTD ({hidden}), so its devices would '
-                     'all do the same work; let it split the batch too, or gather unembed_VD first.')
-  if chunk is None:
-    vocab = unembed_VD.shape[0] // math.prod(mesh.shape[axis] for axis in vocab_axes)
-    chunk = min(_CHUNK, max(1, _KEPT_BYTES // (vocab * hidden_BTD.dtype.itemsize)))
-  plan = _Plan(P(*hidden[:2]), unembed, token_axes, vocab_axes, embed_axes, softcap, chunk, unembed_grad, entropy,
-               entropy_grad)
-  return plan, unembed_VD if unembed_grad else lax.stop_gradient(unembed_VD)
-
-
-def _on_mesh(plan: _Plan, function: Callable, *, num_per_token: int, num_returned: int, gradients: bool) -> Callable:
-  """Run `function(hidden, unembed, *per_token)` on each device's part; it returns (dhidden, dunembed) if so, then per-token arrays."""
-  returned = (plan.tokens,) * num_returned
-  grads = (P(*plan.tokens, None), plan.unembed if plan.unembed_grad else None) if gradients else ()
-  return jax.shard_map(function, in_specs=(P(*plan.tokens, None), plan.unembed) + (plan.tokens,) * num_per_token,
-                       out_specs=grads + returned, check_vma=False)
-
-
-# What one device computes.
-
-
-def _dot(a, b, contract_b: int) -> jax.Array:
-  # Float32 results and an lhs contracted over its last axis: the only bf16 dots for which XLA:CPU has a native kernel.
-  return lax.dot_general(a, b, (((1,), (contract_b,)), ((), ())), preferred_element_type=jnp.float32)
-
-
-def _transposed(x) -> jax.Array:
-  if jax.default_backend() != 'cpu':
-    return x.T
-  # Left to itself XLA:CPU folds the transpose into the dot, which then runs in float32 at a third of the speed; a copy costs far less.
-  return with_layout_constraint(x.T, ArrayLayout(major_to_minor=(0, 1)))
-
-
-def _as_bits(x) -> jax.Array:
-  # XLA:CPU slices and updates 16-bit floats by converting the whole array to float32 and back; their bits it moves as they are.
-  return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
-
-
-def _from_bits(x, dtype) -> jax.Array:
-  return lax.bitcast_convert_type(x, dtype) if jnp.dtype(dtype).itemsize == 2 else x
-
-
-def _rows(x_VD, start, size: int, dtype) -> jax.Array:
-  return _from_bits(lax.dynamic_slice_in_dim(_as_bits(x_VD), start, size), x_VD.dtype).astype(dtype)
-
-
-def _over_blocks(vocab: int, body: Callable, carry):
-  """Fold `body(carry, block, start, size)` over blocks of the vocabulary; the last may be smaller."""
-  blocks, rest = divmod(vocab, _BLOCK)
-  if blocks:
-    carry = lax.fori_loop(0, blocks, lambda block, carry: body(carry, block, block * _BLOCK, _BLOCK), carry)
-  return body(carry, blocks, blocks * _BLOCK, rest) if rest else carry
-
-
-def _chunks(plan: _Plan, mask_BT) -> Chunks:
-  return Chunks.of(mask_BT, plan.chunk, 1 if plan.unembed_grad else _LEAST_CHUNKS)
-
-
-def _whole(plan: _Plan, unembed_VD, dtype) -> jax.Array:
-  if not plan.embed_axes:
-    return unembed_VD
-  return _from_bits(lax.all_gather(_as_bits(unembed_VD.astype(dtype)), plan.embed_axes, axis=1, tiled=True), dtype)
-
-
-def _reduced(plan: _Plan, dunembed_VD, dtype) -> jax.Array:
-  """Sum the head's gradient over the devices that share its part of the vocabulary, each keeping its own columns."""
-  if plan.embed_axes:
-    dunembed_VD = lax.psum_scatter(dunembed_VD, plan.embed_axes, scatter_dimension=1, tiled=True)
-  rest = tuple(axis for axis in plan.token_axes if axis not in plan.embed_axes)
-  return (lax.psum(dunembed_VD, rest) if rest else dunembed_VD).astype(dtype)
-
-
-def _local(plan: _Plan, targets, unembed_VD) -> jax.Array:
-  """Number the targets from the first row of this device's part of the vocabulary."""
-  first = lax.axis_index(plan.vocab_axes) * unembed_VD.shape[0] if plan.vocab_axes else 0
-  return targets.astype(jnp.int32) - first
-
-
-def _over_vocab(plan: _Plan, reduce: Callable, x) -> jax.Array:
-  return reduce(x, plan.vocab_axes) if plan.vocab_axes else x
-
-
-def _logits(plan: _Plan, block_VD, hidden_TD) -> tuple[jax.Array, jax.Array | float]:
-  """Return capped logits_VT and their derivative with respect to the raw ones."""
-  logits_VT = capped(_dot(block_VD, hidden_TD, 1), plan.softcap)
-  return logits_VT, 1.0 if plan.softcap is None else 1 - (logits_VT / plan.softcap)**2
-
-
-def _walk(plan: _Plan, hidden_TD, unembed_VD, targets_T=None, *, keep: bool = False) -> dict:
+def _walk(plan: blocks.Plan, hidden_TD, unembed_VD, targets_T=None, *, keep: bool = False) -> dict:
   """Walk the vocabulary once under a running maximum: `top_T`, and `total_T`, the sum of exp(logit - top).
 
   With entropy also `moment_T`, the sum of logit * exp(logit - top). With targets (numbered locally) also `pull_DT`, the sum of
@@ -266,12 +98,12 @@ def _walk(plan: _Plan, hidden_TD, unembed_VD, targets_T=None, *, keep: bool = Fa
   if targets_T is not None:
     carry['pull_DT'] = jnp.zeros((embed, num), jnp.float32)
   if keep:
-    carry['kept_VT'] = _as_bits(jnp.zeros((vocab, num), dtype))
-    carry['tops_IT'] = jnp.zeros((-(-vocab // _BLOCK), num), jnp.float32)
+    carry['kept_VT'] = blocks.as_bits(jnp.zeros((vocab, num), dtype))
+    carry['tops_IT'] = jnp.zeros((blocks.num_blocks(vocab), num), jnp.float32)
 
   def body(carry, block, start, size):
-    block_VD = _rows(unembed_VD, start, size, dtype)
-    logits_VT, slope_VT = _logits(plan, block_VD, hidden_TD)
+    block_VD = blocks.rows(unembed_VD, start, size, dtype)
+    logits_VT, slope_VT = blocks.logits(plan, block_VD, hidden_TD)
     top_T = jnp.maximum(carry['top_T'], logits_VT.max(0))
     exp_VT = jnp.exp(logits_VT - top_T[None])
     shrink_T = jnp.exp(carry['top_T'] - top_T)
@@ -279,44 +111,27 @@ def _walk(plan: _Plan, hidden_TD, unembed_VD, targets_T=None, *, keep: bool = Fa
     if plan.entropy:
       new['moment_T'] = carry['moment_T'] * shrink_T + (exp_VT * logits_VT).sum(0)
     if targets_T is not None:
-      factor_VT = (jnp.where(_hits(start, size, targets_T), 0, exp_VT) * slope_VT).astype(dtype)
-      new['pull_DT'] = carry['pull_DT'] * shrink_T[None] + _dot(_transposed(block_VD), factor_VT, 0)
+      factor_VT = (jnp.where(blocks.hits(start, size, targets_T), 0, exp_VT) * slope_VT).astype(dtype)
+      new['pull_DT'] = carry['pull_DT'] * shrink_T[None] + blocks.dot(blocks.transposed(block_VD), factor_VT, 0)
     if keep:
-      new['kept_VT'] = lax.dynamic_update_slice_in_dim(carry['kept_VT'], _as_bits(factor_VT), start, 0)
+      new['kept_VT'] = lax.dynamic_update_slice_in_dim(carry['kept_VT'], blocks.as_bits(factor_VT), start, 0)
       new['tops_IT'] = lax.dynamic_update_index_in_dim(carry['tops_IT'], top_T, block, 0)
     return new
 
-  return _over_blocks(vocab, body, carry)
+  return blocks.over_blocks(vocab, body, carry)
 
 
-def _hits(start, size: int, targets_T) -> jax.Array:
-  return (start + jnp.arange(size))[:, None] == targets_T[None]
-
-
-def _logsumexp(plan: _Plan, walk: dict) -> jax.Array:
-  top_T = _over_vocab(plan, lax.pmax, walk['top_T'])
-  return top_T + jnp.log(_over_vocab(plan, lax.psum, walk['total_T'] * jnp.exp(walk['top_T'] - top_T)))
-
-
-def _target_rows(unembed_VD, targets_T, dtype) -> jax.Array:
-  """Return the targets' rows of the head, 0 for targets that are not this device's."""
-  mine_T = (targets_T >= 0) & (targets_T < unembed_VD.shape[0])
-  # As bits: XLA's CPU backend has no 16-bit gather and would convert the whole head first.
-  rows_TD = _from_bits(_as_bits(unembed_VD)[jnp.where(mine_T, targets_T, 0)], unembed_VD.dtype)
-  return jnp.where(mine_T[:, None], rows_TD, 0).astype(dtype)
-
-
-def _target_logits(plan: _Plan, hidden_TD, rows_TD) -> jax.Array:
+def _target_logits(plan: blocks.Plan, hidden_TD, rows_TD) -> jax.Array:
   raw_T = (hidden_TD.astype(jnp.float32) * rows_TD.astype(jnp.float32)).sum(-1)
-  return capped(_over_vocab(plan, lax.psum, raw_T), plan.softcap)
+  return capped(blocks.over_vocab(plan, lax.psum, raw_T), plan.softcap)
 
 
-def _nll_pull(plan: _Plan, walk: dict, lse_T, logits_T, rows_TD) -> tuple[jax.Array, jax.Array]:
+def _nll_pull(plan: blocks.Plan, walk: dict, lse_T, logits_T, rows_TD) -> tuple[jax.Array, jax.Array]:
   """Return (d nll / d hidden)_TD, and the derivative of nll with respect to the target's raw logit."""
   slope_T = 1.0 if plan.softcap is None else 1 - (logits_T / plan.softcap)**2
   at_target_T = (jnp.exp(logits_T - lse_T) - 1) * slope_T
   pull_TD = (walk['pull_DT'] * jnp.exp(walk['top_T'] - lse_T)[None]).T
-  return _over_vocab(plan, lax.psum, pull_TD + at_target_T[:, None] * rows_TD.astype(jnp.float32)), at_target_T
+  return blocks.over_vocab(plan, lax.psum, pull_TD + at_target_T[:, None] * rows_TD.astype(jnp.float32)), at_target_T
 
 
 # Logprobs and entropy.
@@ -337,26 +152,26 @@ def _scored(plan, hidden_BTD, unembed_VD, targets_BT, mask_BT, *, pulls: bool):
   """Return ((logprobs_BT, entropy_BT if asked), (lse_BT, pull_BTD)); pull_BTD, if asked, is the logprobs' gradient, else None."""
   def device(hidden_BTD, unembed_VD, targets_BT, mask_BT):
     dtype = hidden_BTD.dtype
-    whole_VD = _whole(plan, unembed_VD, dtype)
+    whole_VD = blocks.whole_head(plan, unembed_VD, dtype)
 
     def chunk(_, arrays):
       hidden_TD, targets_T = arrays
       walk = _walk(plan, hidden_TD, whole_VD, targets_T if pulls else None)
-      lse_T = _logsumexp(plan, walk)
-      rows_TD = _target_rows(whole_VD, targets_T, dtype)
+      lse_T = blocks.logsumexp(plan, walk)
+      rows_TD = blocks.rows_of(whole_VD, targets_T, dtype)
       logits_T = _target_logits(plan, hidden_TD, rows_TD)
       found = [logits_T - lse_T, lse_T]
       if plan.entropy:
-        found.append(lse_T - _over_vocab(plan, lax.psum, walk['moment_T'] * jnp.exp(walk['top_T'] - lse_T)))
+        found.append(lse_T - blocks.over_vocab(plan, lax.psum, walk['moment_T'] * jnp.exp(walk['top_T'] - lse_T)))
       if pulls:
         found.append(-_nll_pull(plan, walk, lse_T, logits_T, rows_TD)[0].astype(dtype))
       return None, tuple(found)
 
-    chunks = _chunks(plan, mask_BT)
-    _, found = chunks.map(chunk, None, (chunks.take(hidden_BTD), chunks.take(_local(plan, targets_BT, whole_VD))))
+    chunks = blocks.chunks_of(plan, mask_BT)
+    _, found = chunks.map(chunk, None, (chunks.take(hidden_BTD), chunks.take(blocks.local_ids(plan, targets_BT, whole_VD))))
     return tuple(chunks.put(x) for x in found)
 
-  run = _on_mesh(plan, device, num_per_token=2, num_returned=2 + plan.entropy + pulls, gradients=False)
+  run = blocks.on_mesh(plan, device, num_per_token=2, num_returned=2 + plan.entropy + pulls, gradients=False)
   logprobs_BT, lse_BT, *rest = run(hidden_BTD, unembed_VD, targets_BT, mask_BT)
   pull_BTD = rest.pop() if pulls else None
   return (logprobs_BT, *rest), (lse_BT, pull_BTD)
@@ -374,18 +189,18 @@ def _scores_backward(plan, saved, cotangents):
   def device(hidden_BTD, unembed_VD, targets_BT, mask_BT, lse_BT, *rest):
     dtype, embed = hidden_BTD.dtype, hidden_BTD.shape[-1]
     alive_BT = functools.reduce(jnp.logical_or, [x != 0 for x in rest[plan.entropy:]])
-    whole_VD = _whole(plan, unembed_VD, dtype)
-    chunks = _chunks(plan, mask_BT & alive_BT)
-    arrays = tuple(chunks.take(x) for x in (hidden_BTD, _local(plan, targets_BT, whole_VD), lse_BT, *rest))
+    whole_VD = blocks.whole_head(plan, unembed_VD, dtype)
+    chunks = blocks.chunks_of(plan, mask_BT & alive_BT)
+    arrays = tuple(chunks.take(x) for x in (hidden_BTD, blocks.local_ids(plan, targets_BT, whole_VD), lse_BT, *rest))
 
     def body(carry, block, start, size):
-      block_VD = _rows(whole_VD, start, size, dtype)
-      block_DV = _transposed(block_VD)
+      block_VD = blocks.rows(whole_VD, start, size, dtype)
+      block_DV = blocks.transposed(block_VD)
 
       def chunk(index, carry):
         dblock_VD, dhidden = carry
         hidden_TD, targets_T, lse_T, *rest = (lax.dynamic_index_in_dim(x, index, keepdims=False) for x in arrays)
-        logits_VT, slope_VT = _logits(plan, block_VD, hidden_TD)
+        logits_VT, slope_VT = blocks.logits(plan, block_VD, hidden_TD)
         surprise_VT = logits_VT - lse_T[None]
         if plan.entropy:
           entropy_T, glogprob_T, gentropy_T = rest
@@ -393,11 +208,11 @@ def _scores_backward(plan, saved, cotangents):
         else:
           glogprob_T, = rest
           pull_VT = glogprob_T[None]
-        dlogits_VT = jnp.where(_hits(start, size, targets_T), glogprob_T[None], 0) - jnp.exp(surprise_VT) * pull_VT
+        dlogits_VT = jnp.where(blocks.hits(start, size, targets_T), glogprob_T[None], 0) - jnp.exp(surprise_VT) * pull_VT
         dlogits_VT = (dlogits_VT * slope_VT).astype(dtype)
         if plan.unembed_grad:
-          dblock_VD = dblock_VD + _dot(dlogits_VT, hidden_TD, 0)
-        dhidden_DT = lax.dynamic_index_in_dim(dhidden, index, keepdims=False) + _dot(block_DV, dlogits_VT, 0)
+          dblock_VD = dblock_VD + blocks.dot(dlogits_VT, hidden_TD, 0)
+        dhidden_DT = lax.dynamic_index_in_dim(dhidden, index, keepdims=False) + blocks.dot(block_DV, dlogits_VT, 0)
         return dblock_VD, lax.dynamic_update_index_in_dim(dhidden, dhidden_DT, index, 0)
 
       dhidden, dunembed_VD = carry
@@ -409,12 +224,12 @@ def _scores_backward(plan, saved, cotangents):
 
     dunembed_VD = jnp.zeros(whole_VD.shape, jnp.float32) if plan.unembed_grad else None
     dhidden = jnp.zeros((chunks.count, embed, chunks.size), jnp.float32)
-    dhidden, dunembed_VD = _over_blocks(whole_VD.shape[0], body, (dhidden, dunembed_VD))
-    dhidden_BTD = chunks.put(_over_vocab(plan, lax.psum, dhidden.swapaxes(1, 2))).astype(dtype)
-    return dhidden_BTD, _reduced(plan, dunembed_VD, unembed_VD.dtype) if plan.unembed_grad else None
+    dhidden, dunembed_VD = blocks.over_blocks(whole_VD.shape[0], body, (dhidden, dunembed_VD))
+    dhidden_BTD = chunks.put(blocks.over_vocab(plan, lax.psum, dhidden.swapaxes(1, 2))).astype(dtype)
+    return dhidden_BTD, blocks.reduced_gradient(plan, dunembed_VD, unembed_VD.dtype) if plan.unembed_grad else None
 
   hidden_BTD, unembed_VD, targets_BT, mask_BT, *per_token = saved
-  run = _on_mesh(plan, device, num_per_token=2 + len(per_token) + len(cotangents), num_returned=0, gradients=True)
+  run = blocks.on_mesh(plan, device, num_per_token=2 + len(per_token) + len(cotangents), num_returned=0, gradients=True)
   return (*run(hidden_BTD, unembed_VD, targets_BT, mask_BT, *per_token, *cotangents), None, None)
 
 
@@ -437,15 +252,15 @@ def _summed(weight_BT, nll_BT):
 def _nll_forward(plan, hidden_BTD, unembed_VD, targets_BT, weight_BT):
   def device(hidden_BTD, unembed_VD, targets_BT, weight_BT):
     dtype = hidden_BTD.dtype
-    whole_VD = _whole(plan, unembed_VD, dtype)
+    whole_VD = blocks.whole_head(plan, unembed_VD, dtype)
     dunembed_VD = jnp.zeros(whole_VD.shape, jnp.float32) if plan.unembed_grad else None
-    chunks = _chunks(plan, weight_BT != 0)
-    arrays = (hidden_BTD, _local(plan, targets_BT, whole_VD), weight_BT.astype(jnp.float32))
+    chunks = blocks.chunks_of(plan, weight_BT != 0)
+    arrays = (hidden_BTD, blocks.local_ids(plan, targets_BT, whole_VD), weight_BT.astype(jnp.float32))
     dunembed_VD, (dhidden, nll) = chunks.map(functools.partial(_nll_chunk, plan, whole_VD), dunembed_VD, tuple(map(chunks.take, arrays)))
-    dunembed_VD = _reduced(plan, dunembed_VD, unembed_VD.dtype) if plan.unembed_grad else None
+    dunembed_VD = blocks.reduced_gradient(plan, dunembed_VD, unembed_VD.dtype) if plan.unembed_grad else None
     return chunks.put(dhidden).astype(dtype), dunembed_VD, chunks.put(nll)
 
-  run = _on_mesh(plan, device, num_per_token=2, num_returned=1, gradients=True)
+  run = blocks.on_mesh(plan, device, num_per_token=2, num_returned=1, gradients=True)
   dhidden_BTD, dunembed_VD, nll_BT = run(hidden_BTD, unembed_VD, targets_BT, weight_BT)
   loss, nll_BT = _summed(weight_BT, nll_BT)
   return (loss, nll_BT), (dhidden_BTD, dunembed_VD, nll_BT, weight_BT)
@@ -456,8 +271,8 @@ def _nll_chunk(plan, unembed_VD, dunembed_VD, arrays):
   hidden_TD, targets_T, weight_T = arrays
   dtype = hidden_TD.dtype
   walk = _walk(plan, hidden_TD, unembed_VD, targets_T, keep=plan.unembed_grad)
-  lse_T = _logsumexp(plan, walk)
-  rows_TD = _target_rows(unembed_VD, targets_T, dtype)
+  lse_T = blocks.logsumexp(plan, walk)
+  rows_TD = blocks.rows_of(unembed_VD, targets_T, dtype)
   logits_T = _target_logits(plan, hidden_TD, rows_TD)
   dhidden_TD, at_target_T = _nll_pull(plan, walk, lse_T, logits_T, rows_TD)
   dhidden_TD, at_target_T = weight_T[:, None] * dhidden_TD, weight_T * at_target_T
@@ -465,12 +280,12 @@ def _nll_chunk(plan, unembed_VD, dunembed_VD, arrays):
     scale_IT = weight_T[None] * jnp.exp(walk['tops_IT'] - lse_T[None])
 
     def body(dunembed_VD, block, start, size):
-      factor_VT = _from_bits(lax.dynamic_slice_in_dim(walk['kept_VT'], start, size), dtype)
+      factor_VT = blocks.from_bits(lax.dynamic_slice_in_dim(walk['kept_VT'], start, size), dtype)
       scaled_TD = (hidden_TD.astype(jnp.float32) * scale_IT[block][:, None]).astype(dtype)
-      sum_VD = lax.dynamic_slice_in_dim(dunembed_VD, start, size) + _dot(factor_VT, scaled_TD, 0)
+      sum_VD = lax.dynamic_slice_in_dim(dunembed_VD, start, size) + blocks.dot(factor_VT, scaled_TD, 0)
       return lax.dynamic_update_slice_in_dim(dunembed_VD, sum_VD, start, 0)
 
-    dunembed_VD = _over_blocks(unembed_VD.shape[0], body, dunembed_VD)
+    dunembed_VD = blocks.over_blocks(unembed_VD.shape[0], body, dunembed_VD)
     # A negative index would count from the end, so a target of another device is sent past it and dropped.
     index_T = jnp.where(targets_T < 0, unembed_VD.shape[0], targets_T)
     dunembed_VD = dunembed_VD.at[index_T].add(at_target_T[:, None] * hidden_TD.astype(jnp.float32), mode='drop')

@@ -131,7 +131,7 @@ def from_hf(config: Mapping[str, Any], context_length: int | None = None) -> Mod
       query_scale=None if scalar in (None, head_dim) else scalar**-0.5,
       attention_softcap=_float(config, 'attn_logit_softcapping', None) if family.startswith('gemma') else None,
       final_softcap=_float(config, 'final_logit_softcapping', None) if family.startswith('gemma') else None,
-      layer_pattern=_shortest_pattern(kinds), window=window, rope=rope, local_rope=None if local_rope == rope else local_rope,
+      layer_pattern=shortest_pattern(kinds), window=window, rope=rope, local_rope=None if local_rope == rope else local_rope,
       **_TRAITS[family])
 
 
@@ -161,7 +161,7 @@ def _hf_attention(config, family: str, num_layers: int) -> tuple[Sequence[str], 
   return kinds, None if family == 'llama' else window
 
 
-def _shortest_pattern(kinds: Sequence[str]) -> tuple[str, ...]:
+def shortest_pattern(kinds: Sequence[str]) -> tuple[str, ...]:
   """Return the shortest pattern that repeats over the depth; short patterns compile fast."""
   lengths = range(1, len(kinds) + 1)
   return tuple(next((kinds[:size] for size in lengths if all(kind == kinds[i % size] for i, kind in enumerate(kinds))), ('global',)))
@@ -276,7 +276,7 @@ def _check_expressible(config: ModelConfig, table: Mapping[str, Any]) -> None:
   kinds = [config.layer_kind(layer) for layer in range(config.num_layers)]
   rope, local_rope = plain(config.rope), plain(config.layer_rope('local'))
   scale = None if config.query_scale is None or config.query_scale == config.head_dim**-0.5 else config.query_scale
-  wanted = vars(dataclasses.replace(config, layer_pattern=_shortest_pattern(kinds), rope=rope, query_scale=scale,
+  wanted = vars(dataclasses.replace(config, layer_pattern=shortest_pattern(kinds), rope=rope, query_scale=scale,
                                     local_rope=None if local_rope == rope else local_rope))
   got = vars(from_hf(table))
   lost = {name: value for name, value in wanted.items() if got[name] != value}
@@ -351,7 +351,7 @@ def from_gguf(metadata: Mapping[str, Any], *, tied_embeddings: bool, rope_factor
       query_scale=(embed_dim // num_heads) ** -0.5 if gemma_27b else None,
       attention_softcap=number('attn_logit_softcapping', 50.0 if family == 'gemma2' else None),
       final_softcap=number('final_logit_softcapping', 30.0 if family == 'gemma2' else None),
-      layer_pattern=_shortest_pattern(kinds), window=window, rope=_gguf_rope(own, number, head_dim, rope_factors),
+      layer_pattern=shortest_pattern(kinds), window=window, rope=_gguf_rope(own, number, head_dim, rope_factors),
       local_rope=RopeConfig(float(number('rope.freq_base_swa', 10_000.0))) if family == 'gemma3' else None, **_TRAITS[family])
 
 

@@ -17,7 +17,7 @@ import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 from jax.experimental import multihost_utils
@@ -198,7 +198,7 @@ def pack_rows(rows: Sequence[Sequence[Document]], length: int, *, denominator: f
   shape = (len(rows), share.num_columns)
   tokens_BT, targets_BT, positions_BT, segment_ids_BT = (np.zeros(shape, np.int32) for _ in range(4))
   loss_weight_BT = np.zeros(shape, np.float32)
-  per_token = {name: np.zeros(shape, np.float32) for name in _per_token_names(rows)}
+  per_token = {name: np.zeros(shape + array.shape[1:], array.dtype) for name, array in _per_token(rows).items()}
   for row, documents in enumerate(rows):
     total = sum(len(document.tokens_T) for document in documents)
     if total > length:
@@ -220,7 +220,8 @@ def pack_rows(rows: Sequence[Sequence[Document]], length: int, *, denominator: f
         for name, array_BT in per_token.items():
           array_BT[row, columns] = values[name][taken.start:targets.stop - 1]
       start += size
-  return Batch(tokens_BT, targets_BT, positions_BT, segment_ids_BT, loss_weight_BT, **{f'{name}_BT': per_token[name] for name in per_token})
+  fields = {f'{name}_BT{"J" * (array.ndim - 2)}': array for name, array in per_token.items()}
+  return Batch(tokens_BT, targets_BT, positions_BT, segment_ids_BT, loss_weight_BT, **fields)
 
 
 def documents(trajectories: Sequence[Trajectory], advantages: Sequence[float | np.ndarray],
@@ -247,8 +248,10 @@ def documents(trajectories: Sequence[Trajectory], advantages: Sequence[float | n
   return made
 
 
-def at_places(documents: Sequence[Document], compute: Callable[[Batch], jax.Array], place: Place, rows: int, length: int) -> list[np.ndarray]:
-  """Return for each document what `compute`, a global batch to array_BT, says at each of its places, [T]; every host gets all.
+def at_places(documents: Sequence[Document], compute: Callable[[Batch], Any], place: Place, rows: int, length: int) -> list[Any]:
+  """Return for each document what `compute` says at each of its places; every host gets all.
+
+  `compute` takes a global batch to an array [B, T, ...] or a tree of them; a document has the same tree of numpy arrays [T, ...].
 
   The last place, which predicts nothing, is there too.
 
@@ -256,23 +259,27 @@ def at_places(documents: Sequence[Document], compute: Callable[[Batch], jax.Arra
     place: of global batches.
     rows, length: of a batch, over all hosts.
   """
-  found: list[np.ndarray] = []
+  found: list[Any] = []
   mine = host_rows(place, rows)
   while len(found) < len(documents):
     rest = documents[len(found):]
     assignment, num_taken = plan((len(document.tokens_T) for document in rest), rows, length)
     batch = pack_rows([[rest[index] for index in row] for row in assignment[mine]], length, denominator=1, aggregation='token_sum')
-    array_BT = compute(to_global(batch, place))
+    computed, starts = compute(to_global(batch, place)), {}
     if jax.process_count() > 1:
-      array_BT = multihost_utils.process_allgather(array_BT, tiled=True)
-    array_BT, starts = to_host(array_BT, place, length), {}
+      computed = multihost_utils.process_allgather(computed, tiled=True)
+    computed = jax.tree.map(lambda array_BT: to_host(array_BT, place, length), computed)
     for number, row in enumerate(assignment):
       ends = np.cumsum([len(rest[index].tokens_T) for index in row])
       starts |= {index: (number, int(end) - len(rest[index].tokens_T)) for index, end in zip(row, ends, strict=True)}
     for index in range(num_taken):
       row, start = starts[index]
-      found.append(array_BT[row, start:start + len(rest[index].tokens_T)])
+      found.append(_part(computed, row, slice(start, start + len(rest[index].tokens_T))))
   return found
+
+
+def _part(computed: Any, row: int, places: slice) -> Any:
+  return jax.tree.map(lambda array_BT: array_BT[row, places], computed)
 
 
 def micro_batches(batch: Batch, count: int) -> list[Batch]:
@@ -354,7 +361,7 @@ def to_global(batch: Batch, place: Place) -> Batch:
   def part(array_BT, columns):
     taken_T = token_T[columns]
     # Padding is zeros in every array; its segment is 0.
-    return np.where(taken_T < length, array_BT[:, np.minimum(taken_T, length - 1)], 0)
+    return np.where(_along(taken_T < length, array_BT.ndim - 1), array_BT[:, np.minimum(taken_T, length - 1)], 0)
 
   return _put(batch, place, len(token_T), part)
 
@@ -397,7 +404,7 @@ def _put(batch: Batch, place: Place, padded: int, part: Callable[[np.ndarray, sl
       start, stop, _ = index[0].indices(rows)
       return part(array_BT[start - first:stop - first], slice(*index[1].indices(padded)[:2]))
 
-    return jax.make_array_from_callback((rows, padded), place.sharding, shard)
+    return jax.make_array_from_callback((rows, padded, *array_BT.shape[2:]), place.sharding, shard)
 
   return jax.tree.map(put, batch)
 
@@ -408,22 +415,29 @@ def to_host(array_BT: jax.Array, place: Place, length: int) -> np.ndarray:
   return np.asarray(array_BT)[:, np.argsort(token_T)[:length]]
 
 
-def _per_token_names(rows: Sequence[Sequence[Document]]) -> list[str]:
-  """Return what the documents say of their tokens, which must be the same for all."""
+def _along(mask_T: np.ndarray, ndim: int) -> np.ndarray:
+  """Return the mask with as many dimensions, to be taken with arrays that have several values for each token."""
+  return mask_T.reshape(-1, *[1] * (ndim - 1))
+
+
+def _per_token(rows: Sequence[Sequence[Document]]) -> Mapping[str, np.ndarray]:
+  """Return what the first document says of its tokens; all documents must say the same."""
   first = None
   for document in (document for row in rows for document in row):
     first = document if first is None else first
     if document.per_token.keys() != first.per_token.keys():
       raise ValueError(f'{document.source} has per_token {sorted(document.per_token)} and {first.source} has {sorted(first.per_token)}; '
                        'the documents of a batch must have the same.')
-  return [] if first is None else list(first.per_token)
+  return {} if first is None else first.per_token
 
 
 def _of_targets(document: Document, name: str) -> np.ndarray:
   """Return a document's values for its tokens but the first, 0 where there is nothing to learn."""
-  values_T = np.where(document.loss_mask_T, document.per_token[name], 0)[1:]
-  if not np.isfinite(values_T).all():
-    token = 1 + int(np.argmin(np.isfinite(values_T)))
+  values_T = document.per_token[name]
+  values_T = np.where(_along(document.loss_mask_T, values_T.ndim), values_T, 0)[1:]
+  is_finite_T = np.isfinite(values_T).reshape(len(values_T), -1).all(1)
+  if not is_finite_T.all():
+    token = 1 + int(np.argmin(is_finite_T))
     raise ValueError(f'{document.source}: {name} of token {token} is {values_T[token - 1]}, but the token is to be learned; '
                      'it must be finite there.')
   return values_T

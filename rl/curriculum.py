@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from envs import registry
-from envs.core import Domain, Problem
+from envs.core import Domain, Problem, Split
 from envs.sandbox import client
 
 _LOG = logging.getLogger(__name__)
@@ -118,17 +118,30 @@ def heldout_problems(domains: Mapping[str, Domain], configs: Mapping[str, Domain
   Raises:
     ValueError: a domain without held-out problems.
   """
+  return problems_in_turn(domains, configs, 'heldout', count)
+
+
+def problems_in_turn(domains: Mapping[str, Domain], configs: Mapping[str, DomainConfig], split: Split, count: int,
+                     first: int = 0) -> list[Problem]:
+  """Return `count` problems of a split, domains and levels in turn, the same ones at every call; a collection gives no more than it has.
+
+  `first` is the index at which generated problems start; those of a collection start at 0.
+
+  Raises:
+    ValueError: a domain without problems in the split.
+  """
   places = [(name, level) for name, config in configs.items() for level in _levels(config, domains[name])]
   problems, index = [], 0
   while len(problems) < count and places:
     for name, level in list(places):
-      size = domains[name].source.size('heldout', level)
+      size = domains[name].source.size(split, level)
       if size == 0:
-        raise ValueError(f'Domain {name!r} has no held-out problems; raise its held-out share, or give a larger file.')
+        what, change = ('held-out', 'raise') if split == 'heldout' else ('training', 'lower')
+        raise ValueError(f'Domain {name!r} has no {what} problems; {change} its held-out share, or give a larger file.')
       if size is not None and index >= size:
         places.remove((name, level))
       elif len(problems) < count:
-        problems.append(domains[name].problem('heldout', level, index))
+        problems.append(domains[name].problem(split, level, index if size is not None else first + index))
     index += 1
   return problems
 

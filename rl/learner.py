@@ -20,17 +20,21 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 import optax
 
-from models import heads, scalar_head, transformer
+from models import heads, heads_distillation, scalar_head, transformer
 from models import params as params_lib
 from models.config import ModelConfig
 from models.sharding import Layout
-from rl import losses, losses_preference, losses_reward
+from rl import losses, losses_distillation, losses_preference, losses_reward
 from rl import metrics as metrics_lib
 from rl.losses import PolicyLossConfig
+from rl.losses_distillation import DistillationLossConfig, TeacherConfig
 from rl.losses_preference import PreferenceLossConfig
 from rl.losses_reward import RewardLossConfig, ValueLossConfig
 from rl.metrics import Last, Mean, Sum
 from rl.types import Batch, Params, Scores, TrainState
+
+# A teacher's tree in `frozen`, beside what belongs to the model.
+TEACHER = 'teacher'
 
 
 class Learner(NamedTuple):
@@ -74,10 +78,11 @@ def supervised_loss(params: Params, batch: Batch, config: ModelConfig, layout: L
   return loss, {'train/loss_nats': Mean.of(nll_BT, batch.loss_weight_BT), **_counts(batch)}
 
 
-def policy_loss(settings: PolicyLossConfig) -> Loss:
+def policy_loss(settings: PolicyLossConfig, teacher: TeacherModel | None = None, distillation: TeacherConfig | None = None) -> Loss:
   """Return the loss of reinforcement learning with these settings; see `losses.policy_loss_BT` for what a batch needs.
 
-  The entropy of the policy is always reported; its gradient is computed only for an entropy bonus.
+  The entropy of the policy is always reported; its gradient is computed only for an entropy bonus. With a `teacher`, whose tree is in
+  `frozen`, the policy is drawn to it as `distillation` says.
   """
 
   def loss(params, batch, config, layout, *, unembed_grad):
@@ -85,11 +90,86 @@ def policy_loss(settings: PolicyLossConfig) -> Loss:
     logprobs_BT, entropy_BT = heads.token_logprobs_and_entropy(
         hidden_BTD, transformer.unembedding(params, config), batch.targets_BT, batch.loss_weight_BT != 0, softcap=config.final_softcap,
         unembed_grad=unembed_grad, entropy_grad=settings.entropy_coef != 0)
+    taught, drawn = 0.0, {}
+    if teacher is not None:
+      batch = batch.replace(advantages_BT=distillation.reward_coef * batch.advantages_BT)
+      if distillation.divergence == 'sampled':
+        batch, drawn = _pay_for_the_teachers_words(logprobs_BT, params, batch, teacher, distillation)
+      else:
+        divergence_BT, agrees_BT = _divergence(hidden_BTD, params, batch, config, teacher, 'reverse', temperature=distillation.temperature,
+                                               unembed_grad=unembed_grad)
+        taught = distillation.coef * distillation.temperature**2 * jnp.sum(divergence_BT * batch.loss_weight_BT)
+        mask_BT = batch.loss_weight_BT != 0
+        drawn = {'teacher/reverse_kl_nats': Mean.of(divergence_BT, mask_BT), 'teacher/agreement': Mean.of(agrees_BT, mask_BT)}
     loss_BT, metrics = losses.policy_loss_BT(logprobs_BT, batch, settings, entropy_BT)
-    total = jnp.sum(loss_BT * batch.loss_weight_BT)
-    return total, {'train/loss': Sum(total), **_counts(batch), **metrics}
+    total = taught + jnp.sum(loss_BT * batch.loss_weight_BT)
+    return total, {'train/loss': Sum(total), **_counts(batch), **metrics, **drawn}
 
   return loss
+
+
+def distillation_loss(settings: DistillationLossConfig, teacher: TeacherModel | None) -> Loss:
+  """Return the loss of learning from a teacher's distributions on given texts.
+
+  The batch needs `temperature`, and with `settings.top_k` the teacher's words; without, the teacher's tree is in `frozen`. Its forward pass is
+  part of the same program and keeps nothing for backward: of the teacher there are its parameters and its last hidden states, as long as the
+  student's.
+  """
+
+  def loss(params, batch, config, layout, *, unembed_grad):
+    hidden_BTD, head_VD, mask_BT = _hidden(params, batch, config, layout), transformer.unembedding(params, config), batch.loss_weight_BT != 0
+    if settings.top_k:
+      logprobs_BTJ, likeliest_BT = heads_distillation.logprobs_at(
+          hidden_BTD, head_VD, batch.teacher_ids_BTJ, mask_BT, temperature=batch.temperature, softcap=config.final_softcap,
+          unembed_grad=unembed_grad)
+      divergence_BT = losses_distillation.top_divergence_BT(logprobs_BTJ, batch.teacher_logprobs_BTJ, mask_BT, settings.divergence, settings.beta)
+      agrees_BT = likeliest_BT == batch.teacher_ids_BTJ[..., 0]
+    else:
+      divergence_BT, agrees_BT = _divergence(hidden_BTD, params, batch, config, teacher, settings.divergence, beta=settings.beta,
+                                             temperature=batch.temperature, unembed_grad=unembed_grad)
+    total = settings.alpha * batch.temperature**2 * jnp.sum(divergence_BT * batch.loss_weight_BT)
+    if settings.alpha < 1:
+      supervised, nll_BT = heads.weighted_nll(hidden_BTD, head_VD, batch.targets_BT, batch.loss_weight_BT, softcap=config.final_softcap,
+                                              unembed_grad=unembed_grad)
+      total = total + (1 - settings.alpha) * supervised
+    else:
+      hidden_BTD, head_VD = jax.lax.stop_gradient((hidden_BTD, head_VD))
+      nll_BT = -heads.token_logprobs(hidden_BTD, head_VD, batch.targets_BT, mask_BT, softcap=config.final_softcap, unembed_grad=False)
+    return total, {
+        'train/loss': Sum(total), 'train/loss_nats': Mean.of(nll_BT, batch.loss_weight_BT), **_counts(batch),
+        'distillation/divergence_nats': Mean.of(divergence_BT, batch.loss_weight_BT),
+        'distillation/agreement': Mean.of(agrees_BT, mask_BT), 'distillation/temperature': Last(batch.temperature)}
+
+  return loss
+
+
+class TeacherModel(NamedTuple):
+  """What a teacher computes and how; its tokens lie where the student's do."""
+  config: ModelConfig
+  layout: Layout
+
+
+def _divergence(hidden_BTD, params, batch: Batch, config: ModelConfig, teacher: TeacherModel, kind: str, *, unembed_grad: bool,
+                **options) -> tuple[jax.Array, jax.Array]:
+  """Return how far the policy is from the teacher at the places that count, and where their likeliest words are one."""
+  own = params[TEACHER]
+  return heads_distillation.divergence(
+      hidden_BTD, transformer.unembedding(params, config), _hidden(own, batch, *teacher), transformer.unembedding(own, teacher.config),
+      batch.loss_weight_BT != 0, kind=kind, softcap=config.final_softcap, teacher_softcap=teacher.config.final_softcap,
+      unembed_grad=unembed_grad, **options)
+
+
+def _pay_for_the_teachers_words(logprobs_BT, params, batch: Batch, teacher: TeacherModel, distillation: TeacherConfig) -> tuple[Batch, dict]:
+  """Add coef (log teacher - log policy) of the sampled tokens to the advantages; its score function is the gradient of -KL(policy | teacher).
+
+  The policy is the one of this update, so that with a ratio to the old policy it stays the gradient when a batch is used again.
+  """
+  own, mask_BT = params[TEACHER], batch.loss_weight_BT != 0
+  teacher_BT = heads.token_logprobs(_hidden(own, batch, *teacher), transformer.unembedding(own, teacher.config), batch.targets_BT, mask_BT,
+                                    softcap=teacher.config.final_softcap, unembed_grad=False)
+  gain_BT = jnp.where(mask_BT, jax.lax.stop_gradient(teacher_BT - logprobs_BT), 0)
+  return (batch.replace(advantages_BT=batch.advantages_BT + distillation.coef * gain_BT),
+          {'teacher/sampled_kl_nats': Mean.of(-gain_BT, mask_BT)})
 
 
 def preference_loss(settings: PreferenceLossConfig, max_segments: int) -> Loss:
@@ -158,7 +238,7 @@ def build(config: ModelConfig, layout: Layout, mesh: Mesh, optimizer: optax.Grad
   transformer.check(config, layout, mesh)
 
   def loss_of(trainable, frozen, batch):
-    return loss(params_lib.combine(trainable, frozen), batch, config, layout, unembed_grad=full)
+    return loss(_combine(trainable, frozen), batch, config, layout, unembed_grad=full)
 
   @jax.jit
   def gradient(trainable, frozen, batch):
@@ -231,6 +311,12 @@ def build(config: ModelConfig, layout: Layout, mesh: Mesh, optimizer: optax.Grad
     return {name: programs[name]._cache_size() for name in ('gradient', 'apply_to_params', 'apply_to_moments', 'score', 'score_base')}
 
   return Learner(calls['init'], calls['gradient'], calls['accumulate'], apply, update, calls['evaluate'], score, num_compiled, programs)
+
+
+def _combine(trainable: Params, frozen: Params) -> Params:
+  """Return the model's tree, with what only `frozen` has beside it: a teacher's."""
+  beside = {name: tree for name, tree in frozen.items() if name not in trainable}
+  return params_lib.combine(trainable, {name: tree for name, tree in frozen.items() if name in trainable}) | beside
 
 
 def _without_adapters(frozen: Params) -> Params:

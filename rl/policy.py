@@ -73,6 +73,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
   return tokenizer_lib.load(path.parent if path.suffix == '.safetensors' else path)
 
 
+def read_config(path: str | Path, step: int | None = None) -> ModelConfig:
+  """Return the configuration of a model or a run without its parameters; raises as `load`."""
+  run = _read_run(path, step)
+  return weight_files.read_config(path) if run is None else run.extend(weight_files.read_config(run.model.path))
+
+
 def fingerprint(path: str | Path) -> str:
   """Return a SHA-256 of what decides the parameters: a model's files, or the configuration, lineage and newest step of a run."""
   directory = Path(path) / CHECKPOINTS

@@ -15,7 +15,7 @@ from rl import metrics as metrics_lib
 from rl.batching import Place
 from rl.critic import METRICS as CRITIC_METRICS
 from rl.critic import Critic
-from rl.learner import Learner
+from rl.learner import TEACHER, Learner
 from rl.rl_config import RLConfig
 from rl.types import ActorCriticState, Batch, Document, Params, TrainState
 
@@ -23,9 +23,11 @@ from rl.types import ActorCriticState, Batch, Document, Params, TrainState
 class Updater:
   """Takes the optimizer steps of a run's batches."""
 
-  def __init__(self, config: RLConfig, learner: Learner, frozen: Params, reference: Params | None, critic: Critic | None, place: Place):
+  def __init__(self, config: RLConfig, learner: Learner, frozen: Params, reference: Params | None, critic: Critic | None,
+               teacher: Params | None, place: Place):
     """Take what a step computes with; `reference` are trainable parameters, None for the frozen base of adapters."""
     self._config, self._learner, self._frozen, self._reference = config, learner, frozen, reference
+    self._frozen_of_update = frozen if teacher is None else {**frozen, TEACHER: teacher}
     self._critic, self._place = critic, place
 
   def prepare(self, state: TrainState, shares: Sequence[Sequence[Document]]) -> list[list[Batch]]:
@@ -58,7 +60,7 @@ class Updater:
       for batches in prepared:
         metrics = {}
         if not only_critic:
-          policy_state, metrics = self._learner.update(policy_state, self._frozen, batches)
+          policy_state, metrics = self._learner.update(policy_state, self._frozen_of_update, batches)
         if self._critic:
           critic_state, of_critic = self._critic.learner.update(critic_state, self._critic.frozen, batches)
           metrics |= {CRITIC_METRICS[name]: metric for name, metric in of_critic.items() if name in CRITIC_METRICS}
@@ -77,7 +79,7 @@ def make_batches(config: RLConfig, documents: Sequence[Document]) -> list[Batch]
   Documents whose advantages are all 0 count in every denominator but are left out, where nothing but an advantage gives them a gradient.
   """
   denominator = batching.step_denominator(documents, config.aggregation, max_length=config.rollout.max_new_tokens)
-  if not (config.loss.kl_coef or config.loss.entropy_coef or config.has_critic):
+  if not (config.loss.kl_coef or config.loss.entropy_coef or config.has_critic or config.teacher.path):
     documents = [document for document in documents if np.any(document.per_token['advantages'][document.loss_mask_T])] or documents[:1]
   return batching.pack_step(documents, config.rows, config.length, aggregation=config.aggregation, denominator=denominator,
                             max_segments=config.loss.segment_limit)

@@ -96,8 +96,8 @@ class ReferenceLogprobs:
     if jax.process_index() == 0:
       self._directory.mkdir(parents=True, exist_ok=True)
       # The index says that the values are complete, so it comes last.
-      _write(values_path, np.concatenate(values))
-      _write(index_path, index)
+      write(values_path, np.concatenate(values))
+      write(index_path, index)
     if jax.process_count() > 1:
       multihost_utils.sync_global_devices(f'reference logprobs {index_path.name}')
     self._open(index_path)
@@ -109,11 +109,17 @@ class ReferenceLogprobs:
     self._num_parts += 1
 
 
-def score_documents(documents: Sequence[Document], score: Callable[[Batch], jax.Array], place: Place, rows: int,
-                    length: int) -> list[np.ndarray]:
-  """Return for each document the logprobs of its learned tokens; arguments as in `ReferenceLogprobs.score`."""
+def score_documents(documents: Sequence[Document], score: Callable[[Batch], Any], place: Place, rows: int, length: int) -> list[Any]:
+  """Return for each document what `score` says of its learned tokens; arguments as in `ReferenceLogprobs.score`.
+
+  `score` may return a tree of arrays [B, T, ...]; a document has the same tree of numpy arrays [learned tokens, ...].
+  """
   found = batching.at_places(documents, score, place, rows, length)
-  return [array_T[:-1][document.loss_mask_T[1:]] for array_T, document in zip(found, documents, strict=True)]
+  return [_learned(document, scored) for document, scored in zip(documents, found, strict=True)]
+
+
+def _learned(document: Document, scored: Any) -> Any:
+  return jax.tree.map(lambda array_T: array_T[:-1][document.loss_mask_T[1:]], scored)
 
 
 def _num_targets(document: Document) -> int:
@@ -128,7 +134,7 @@ def _with_reference(document: Document, values: np.ndarray) -> Document:
   return dataclasses.replace(document, per_token={**document.per_token, 'reference_logprobs': logprobs_T})
 
 
-def _write(path: Path, array: np.ndarray) -> None:
+def write(path: Path, array: np.ndarray) -> None:
   """Write a file that is complete if it is there."""
   partial = path.with_name(path.name + '.partial')
   with partial.open('wb') as file:

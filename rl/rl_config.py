@@ -11,6 +11,7 @@ from rl.critic import CriticConfig
 from rl.curriculum import DomainConfig
 from rl.drift import DriftConfig
 from rl.losses import PolicyLossConfig
+from rl.losses_distillation import TeacherConfig
 from rl.optimizer import OptimizerConfig
 from rl.proxy_reward import RewardModelConfig
 from rl.rollout.worker import RolloutConfig
@@ -147,6 +148,7 @@ class RLConfig:
     drift: when reward models and the verifier have parted. With group_size=1 no two samples of a problem can be compared, and only the fall
       of the truth is seen.
     critic: of estimator='gae'.
+    teacher: a model that the policy learns from at what it samples itself.
     max_probe_diff_nats: how much trained and published weights may differ on the probe, by their precision.
     Others: as in `train.TrainConfig`.
   """
@@ -175,6 +177,7 @@ class RLConfig:
   advantage: AdvantageConfig = AdvantageConfig()
   critic: CriticConfig = CriticConfig()
   loss: PolicyLossConfig = PolicyLossConfig()
+  teacher: TeacherConfig = TeacherConfig()
   rollout: RolloutConfig = RolloutConfig()
   eval: EvalConfig = EvalConfig()
   lora: LoraConfig = LoraConfig()

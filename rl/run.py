@@ -10,7 +10,7 @@ import hashlib
 import math
 from pathlib import Path
 import signal
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 from jax.experimental import multihost_utils
@@ -113,13 +113,19 @@ def model_fingerprint(path: str | Path) -> str:
   """Return a SHA-256 of the model's files: names, sizes, and the first and last 64 KiB of each, which is fast for any size."""
   path, digest = Path(path), hashlib.sha256()
   for file in [path] if path.is_file() else sorted(item for item in path.iterdir() if item.suffix in ('.json', '.safetensors', '.model')):
-    size = file.stat().st_size
-    digest.update(f'{file.name}:{size}:'.encode())
-    with file.open('rb') as stream:
-      digest.update(stream.read(_FINGERPRINT_BYTES))
-      stream.seek(max(size - _FINGERPRINT_BYTES, 0))
-      digest.update(stream.read(_FINGERPRINT_BYTES))
+    digest.update(f'{file.name}:'.encode())
+    digest_ends(file, digest)
   return digest.hexdigest()
+
+
+def digest_ends(file: Path, digest: Any) -> None:
+  """Add a file's size and its first and last 64 KiB to a digest of `hashlib`."""
+  size = file.stat().st_size
+  digest.update(f'{size}:'.encode())
+  with file.open('rb') as stream:
+    digest.update(stream.read(_FINGERPRINT_BYTES))
+    stream.seek(max(size - _FINGERPRINT_BYTES, 0))
+    digest.update(stream.read(_FINGERPRINT_BYTES))
 
 
 def load_trainable(source: ModelSource, adapters: LoraConfig, seed: int, mesh: Mesh, layout: Layout) -> tuple[ModelConfig, Params, Params]:

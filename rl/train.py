@@ -9,7 +9,7 @@ other data, or another past.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -220,6 +220,12 @@ class SupervisedStage:
 
   def evaluate(self, trainable: Params) -> dict[str, float]:
     """Return the held-out loss in nats per learned token, its perplexity, and the number of tokens, over `eval_documents` documents."""
+    values = self.heldout(trainable)
+    return {'heldout/loss_nats': values['train/loss_nats'], 'heldout/perplexity': float(np.exp(values['train/loss_nats'])),
+            'heldout/target_tokens': values['train/target_tokens']}
+
+  def heldout(self, trainable: Params) -> dict[str, float]:
+    """Return the learner's metrics over the held-out documents."""
     total = None
     with self._loader(0, 'heldout') as loader:
       for taken in loader:
@@ -228,25 +234,29 @@ class SupervisedStage:
           total = metrics if total is None else metrics_lib.merge(total, metrics)
         if self.config.eval_documents and taken.documents >= self.config.eval_documents:
           break
-    values = metrics_lib.compute(total)
-    return {'heldout/loss_nats': values['train/loss_nats'], 'heldout/perplexity': float(np.exp(values['train/loss_nats'])),
-            'heldout/target_tokens': values['train/target_tokens']}
+    return metrics_lib.compute(total)
+
+  def document(self, example: records.Example) -> Document:
+    """Return what is learned of an example."""
+    return encode(example, self.tokenizer, chat.TEMPLATES[self.config.model.chat_template])
 
   def _to_global(self, batch):
     return batching.share_to_global(batch, self.place, self.phase.length)
 
-  def _loader(self, position: int, split: str) -> Loader:
-    """Open the data at a position; the held-out split is read once, in order, and its weights are sums so that steps add up."""
+  def _stream(self, position: int, split: str) -> Iterator[records.Example]:
     is_train = split == 'train'
-    template = chat.TEMPLATES[self.config.model.chat_template]
+    return tasks.examples(self.mixture, seed=self.config.seed, position=position, split=split, num_epochs=None if is_train else 1,
+                          shuffle=is_train)
+
+  def _loader(self, position: int, split: str, document: Callable[[records.Example], Document] | None = None) -> Loader:
+    """Open the data at a position; the held-out split is read once, in order, and its weights are sums so that steps add up.
+
+    `document` is what is learned of an example, `self.document` by default.
+    """
+    is_train = split == 'train'
     data, phase = self.config.data, self.phase
-
-    def stream(start: int) -> Iterator[records.Example]:
-      return tasks.examples(self.mixture, seed=self.config.seed, position=start, split=split, num_epochs=None if is_train else 1,
-                            shuffle=is_train)
-
     return Loader(
-        stream, lambda example: encode(example, self.tokenizer, template), rows=phase.rows, length=phase.length,
+        lambda start: self._stream(start, split), document or self.document, rows=phase.rows, length=phase.length,
         micro_batches=phase.micro_batches if is_train else 1, host_rows=batching.host_rows(self.place, phase.rows),
         share=self.place.share(phase.length), position=position, overlong=data.overlong,
         aggregation=data.aggregation if is_train else 'token_sum')

@@ -45,6 +45,7 @@ from rl import critic as critic_lib
 from rl import learner as learner_lib
 from rl import rewards as rewards_lib
 from rl import run as run_lib
+from rl import teacher as teacher_lib
 from rl.batching import Place
 from rl.critic import Critic
 from rl.curriculum import Curriculum, DomainConfig, heldout_problems, make_domains
@@ -124,23 +125,28 @@ def set_up(config: RLConfig) -> tuple[Setup, Params]:
     heldout_problems(domains, domain_configs, 1)
   tokenizer = tokenizer_lib.load(config.model.path)
   mesh = sharding.make_mesh(**vars(config.mesh))
-  layout = run_lib.lay_out(config.layout, weight_files.read_config(config.model.path), mesh)
+  source = weight_files.read_config(config.model.path)
+  layout = run_lib.lay_out(config.layout, source, mesh)
   place = Place.of(layout, mesh)
   batching.host_rows(place, config.rows)
+  teacher = teacher_lib.find(config.teacher, source, tokenizer, mesh, layout) if config.teacher.path else None
   model, trainable, frozen = run_lib.load_trainable(config.model, config.lora, config.seed, mesh, layout)
   is_full = config.lora.rank == 0
   learner = learner_lib.build(
       model, layout, mesh, optimizer.build(config.optimizer, config.num_updates),
-      optimizer.schedule(config.optimizer, config.num_updates), full=is_full, loss=learner_lib.policy_loss(config.loss))
+      optimizer.schedule(config.optimizer, config.num_updates), full=is_full,
+      loss=learner_lib.policy_loss(config.loss, teacher and teacher.model, config.teacher))
   critic = None
   if config.has_critic:
     critic = critic_lib.build(config.critic, model, layout, mesh, frozen, full=is_full,
                               num_updates=config.num_steps * config.minibatches * config.epochs)
   needs_reference = config.loss.kl_coef or config.reward_kl.coef
   reference = jax.tree.map(jnp.copy, trainable) if is_full and needs_reference else None
-  updater = Updater(config, learner, frozen, reference, critic, place)
+  updater = Updater(config, learner, frozen, reference, critic, teacher and teacher.load(), place)
   lineage = {'model': run_lib.model_fingerprint(config.model.path), 'tokenizer': tokenizer.fingerprint,
              'domains': {name: domain.version for name, domain in domains.items()}}
+  if teacher is not None:
+    lineage['teacher'] = teacher.fingerprint
   proxy = None
   if config.reward_model.paths:
     proxy = ProxyReward.load(config.reward_model, mesh, layout, config.layout.compute_dtype)
@@ -367,7 +373,8 @@ class _Loop:
         jax.block_until_ready(state)
       updated |= metrics
       self._watch(step, updated)
-      has_changed = not only_critic and not updated['train/skipped_steps'] and any(one.advantages_T.any() for one in estimates)
+      is_taught = bool(config.teacher.path) or any(one.advantages_T.any() for one in estimates)
+      has_changed = is_taught and not only_critic and not updated['train/skipped_steps']
     with clock.phase('sync'):
       updated |= self._sampler.publish(state.trainable, step, has_changed=has_changed)
     return state, updated

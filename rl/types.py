@@ -15,6 +15,8 @@ from envs.core import Evidence, Message, Outcome
 Params = Mapping[str, Any]
 # What a `Document` may say of each of its tokens; each is the field of `Batch` with _BT behind its name.
 PER_TOKEN = ('advantages', 'behavior_logprobs', 'old_logprobs', 'reference_logprobs', 'values', 'returns')
+# The same of several words for each token [T, J], with _BTJ behind the name.
+PER_TOKEN_WORDS = {'teacher_ids': np.int32, 'teacher_logprobs': np.float32}
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,8 @@ class Document:
     tokens_T: int32 ids, prompt and reply together.
     loss_mask_T: bool, true where the token is to be learned. The mask belongs to the token itself, not to its predecessor.
     source: where it came from, as 'task:row', for error messages.
-    per_token: name of `PER_TOKEN` -> float32 [T]. Like the mask, a value belongs to the token itself; where nothing is to be learned it is
-      never read.
+    per_token: name of `PER_TOKEN` -> float32 [T], or of `PER_TOKEN_WORDS` -> [T, J]. Like the mask, a value belongs to the token itself;
+      where nothing is to be learned it is never read.
   """
   tokens_T: np.ndarray
   loss_mask_T: np.ndarray
@@ -35,10 +37,12 @@ class Document:
 
   def __post_init__(self):
     _check_arrays(self.source, self.tokens_T, loss_mask_T=(self.loss_mask_T, np.bool_))
-    unknown = sorted(set(self.per_token) - set(PER_TOKEN))
+    unknown = sorted(set(self.per_token) - {*PER_TOKEN, *PER_TOKEN_WORDS})
     if unknown:
-      raise ValueError(f'{self.source}: per_token has the unknown names {unknown}; use some of {", ".join(PER_TOKEN)}.')
-    _check_arrays(self.source, self.tokens_T, **{f'per_token[{name!r}]': (array, np.float32) for name, array in self.per_token.items()})
+      raise ValueError(f'{self.source}: per_token has the unknown names {unknown}; use some of {", ".join((*PER_TOKEN, *PER_TOKEN_WORDS))}.')
+    for name, array in self.per_token.items():
+      words = array.shape[1:2] if name in PER_TOKEN_WORDS else ()
+      _check_arrays(self.source, self.tokens_T, words, **{f'per_token[{name!r}]': (array, PER_TOKEN_WORDS.get(name, np.float32))})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +152,9 @@ class Batch:
 
   `preferences` has one array for each dimension of quality, constant over a text: by how much a pair's chosen text is better than its
   rejected one (in both of them), or by its sign whether a single text is desirable. `reference_point` is one number for the whole step.
+
+  `teacher_ids` are the likeliest words of a teacher at a place, `teacher_logprobs` what it gives them at the `temperature` of distillation, one
+  number for the whole step.
   """
   tokens_BT: jax.Array
   targets_BT: jax.Array
@@ -162,6 +169,9 @@ class Batch:
   returns_BT: jax.Array | None = None
   preferences: tuple[jax.Array, ...] | None = None
   reference_point: jax.Array | None = None
+  teacher_ids_BTJ: jax.Array | None = None
+  teacher_logprobs_BTJ: jax.Array | None = None
+  temperature: jax.Array | None = None
 
 
 @struct.dataclass
@@ -205,9 +215,10 @@ class HostState:
   progress: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _check_arrays(source: str, tokens_T: np.ndarray, **arrays: tuple[np.ndarray, type]) -> None:
+def _check_arrays(source: str, tokens_T: np.ndarray, words: tuple[int, ...] = (), **arrays: tuple[np.ndarray, type]) -> None:
   if tokens_T.ndim != 1 or tokens_T.dtype != np.int32:
     raise ValueError(f'{source}: tokens_T must be one-dimensional int32, got {tokens_T.dtype}{tokens_T.shape}.')
   for name, (array, dtype) in arrays.items():
-    if array.shape != tokens_T.shape or array.dtype != dtype:
-      raise ValueError(f'{source}: {name} must be {np.dtype(dtype)}{tokens_T.shape} like tokens_T, got {array.dtype}{array.shape}.')
+    shape = tokens_T.shape + words
+    if array.shape != shape or array.dtype != dtype:
+      raise ValueError(f'{source}: {name} must be {np.dtype(dtype)}{shape} like tokens_T, got {array.dtype}{array.shape}.')

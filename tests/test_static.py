@@ -99,11 +99,16 @@ def config_files():
 
 @pytest.mark.parametrize('path', config_files(), ids=lambda path: path.stem)
 def test_every_config_key_is_read(path):
-  from rl import rl_config, train, train_preference
+  from launch import pipeline_plan
+  from rl import rl_config, train, train_distillation, train_preference
 
   config = importlib.import_module(f'configs.{path.stem}').get_config()
-  record = config_lib.build({'supervised': train.TrainConfig, 'rl': rl_config.RLConfig, 'preference': train_preference.PreferenceConfig,
-                             'reward': train_preference.RewardConfig}[config.stage], config)
+  if config.stage == 'pipeline':
+    config.model.path = 'model'  # Which it refuses to be without.
+  records = {'supervised': train.TrainConfig, 'rl': rl_config.RLConfig, 'preference': train_preference.PreferenceConfig,
+             'reward': train_preference.RewardConfig, 'distillation': train_distillation.DistillationConfig,
+             'pipeline': pipeline_plan.PipelineConfig}
+  record = config_lib.build(records[config.stage], config)
   written = config_lib.to_json(record)
 
   def keys(tree, prefix=''):

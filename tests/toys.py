@@ -29,6 +29,16 @@ def one_token() -> Domain:
   return Domain('toy/one_token', 1, Generated('toy/one_token', 1, make, 1, 0.5), Exact(), chance=1.0)
 
 
+def echo() -> Domain:
+  """The right reply is the letter that the question begins with."""
+
+  def make(rng: np.random.Generator, level: int) -> Task:
+    letter, number = str(rng.choice(list(LETTERS))), int(rng.integers(10**4))
+    return Task(f'{letter}{number:04d}?', letter, ({'role': 'assistant', 'content': letter},), f'{letter}{number}')
+
+  return Domain('toy/echo', 1, Generated('toy/echo', 1, make, 1, 0.5), Exact(), chance=1 / len(LETTERS))
+
+
 def after_a_long_text() -> Domain:
   """A reply of one printable character is right; 300 letters come before."""
 

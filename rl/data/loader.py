@@ -210,7 +210,8 @@ class Loader:
     if is_overlong and self._overlong == 'drop':
       return _Encoded(index, None, False)
     if is_overlong:
-      document = Document(document.tokens_T[:self._length], document.loss_mask_T[:self._length], document.source)
+      document = Document(document.tokens_T[:self._length], document.loss_mask_T[:self._length], document.source,
+                          {name: array[:self._length] for name, array in document.per_token.items()})
     if batching.num_targets([document]) == 0:
       if is_overlong:
         return _Encoded(index, None, False)

@@ -43,6 +43,17 @@ def test_directory_to_directory(source, tmp_path):
   assert tokenizer_lib.load(tmp_path / 'target').encode('one') == tokenizer_lib.load('byte').encode('one')
 
 
+def test_some_layers_make_a_student(source, tmp_path):
+  config, params, mesh = source
+  done = run(f'--source={tmp_path}/source', f'--target={tmp_path}/target', '--layers=1')
+  assert done.returncode == 0, done.stderr
+  got_config, got = hf_weights.load(tmp_path / 'target', mesh, sharding.TRAIN, 'bfloat16')
+  assert got_config.num_layers == 1 and got_config.layer_kind(0) == config.layer_kind(1)
+  np.testing.assert_array_equal(got['blocks']['mlp']['up'], params['blocks']['mlp']['up'][1:].astype('bfloat16'))
+  done = run(f'--source={tmp_path}/source', f'--target={tmp_path}/other', '--layers=0,2')
+  assert done.returncode == 1 and 'layers=(0, 2) must be increasing numbers of layers from 0 to 1' in done.stderr
+
+
 def test_mistakes_are_one_line_and_leave_nothing(source, tmp_path):
   (tmp_path / 'source' / 'tokenizer_config.json').unlink()
   (tmp_path / 'source' / 'tokenizer.json').unlink()

@@ -48,10 +48,19 @@ def test_demonstrations_that_cannot_be(tmp_path, arguments, message):
   arguments = [argument.replace('DATA', f'{tmp_path}/data.jsonl') for argument in arguments]
   done = run('prepare_data', *arguments, f'--output={tmp_path}/out.jsonl')
   if message.startswith('has only'):
-    assert done.returncode != 0 and 'different problems' in done.stderr and 'lower --count' in done.stderr, done.stderr
+    assert done.returncode != 0 and 'different problems' in done.stderr and 'lower the count' in done.stderr, done.stderr
   else:
     assert done.returncode != 0 and message in done.stderr and 'Traceback' not in done.stderr, done.stderr
   assert not (tmp_path / 'out.jsonl').exists()
+
+
+def test_a_teacher_that_is_never_right_leaves_nothing(model, tmp_path):
+  done = run('prepare_data', '--domain=arithmetic/integers', f'--teacher={model}', '--verified', '--count=3', '--max_new_tokens=2',
+             '--max_length=128', '--slots=4', f'--output={tmp_path}/out.jsonl')
+  assert done.returncode != 0 and "wrote nothing to keep: {'cut off': 3" in done.stderr and 'Traceback' not in done.stderr, done.stderr
+  assert not (tmp_path / 'out.jsonl').exists()
+  done = run('prepare_data', '--domain=arithmetic/integers', '--verified', f'--output={tmp_path}/out.jsonl')
+  assert done.returncode != 0 and '--verified says which texts of a teacher are kept, and there is no --teacher' in done.stderr, done.stderr
 
 
 def test_evaluating_on_held_out_problems(model, tmp_path):

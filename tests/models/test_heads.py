@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
-from models import heads, sharding
+from models import head_blocks, heads, sharding
 
 B, T, D, V = 2, 8, 16, 97
 MESHES = {'fsdp2_tensor2': {'fsdp': 2, 'tensor': 2}, 'data2_fsdp2': {'data': 2, 'fsdp': 2}, 'seq2': {'seq': 2}, 'tensor4': {'tensor': 4}}
@@ -18,7 +18,7 @@ MESHES = {'fsdp2_tensor2': {'fsdp': 2, 'tensor': 2}, 'data2_fsdp2': {'data': 2, 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-  monkeypatch.setattr(heads, '_BLOCK', 32)  # 97 words are three blocks and one word
+  monkeypatch.setattr(head_blocks, 'BLOCK', 32)  # 97 words are three blocks and one word
 
 
 @pytest.fixture(autouse=True)
@@ -236,8 +236,8 @@ def test_chunks_that_count_nothing_are_not_visited(num_live, visited):
   hidden, unembed, targets, _ = arrays()
   mask = np.zeros(B * T, bool)
   mask[np.random.default_rng(3).permutation(B * T)[:num_live]] = True
-  plan, _ = heads._plan(hidden, unembed, targets, None, 8, False)
-  chunks = heads._chunks(plan, jnp.asarray(mask.reshape(B, T)))
+  plan, _ = head_blocks.make_plan(hidden, unembed, targets, None, 8, False)
+  chunks = head_blocks.chunks_of(plan, jnp.asarray(mask.reshape(B, T)))
   assert (chunks.count, chunks.size) == (4, 4)
   assert chunks.fold(lambda _, visits: visits + 1, 0) == visited
 
@@ -320,9 +320,9 @@ def test_a_frozen_head_costs_no_gradient():
 def test_the_default_chunk_bounds_what_is_kept():
   shape = jax.ShapeDtypeStruct
   hidden, targets = shape((8, 256, 64), jnp.float32), shape((8, 256), jnp.int32)
-  plan, _ = heads._plan(hidden, jnp.zeros((2**18, 64)), targets, None, None, True)
+  plan, _ = head_blocks.make_plan(hidden, jnp.zeros((2**18, 64)), targets, None, None, True)
   assert plan.chunk == 256  # 256 tokens x 2**18 words x 4 bytes
-  plan, _ = heads._plan(hidden, jnp.zeros((100, 64)), targets, None, None, True)
+  plan, _ = head_blocks.make_plan(hidden, jnp.zeros((100, 64)), targets, None, None, True)
   assert plan.chunk == 1024
 
 
@@ -350,7 +350,7 @@ def test_a_mask_is_bool_and_has_the_shape_of_the_targets():
   hidden, unembed, targets, weight = arrays()
   with pytest.raises(TypeError, match=r'mask_BT must be bool, got float32; a weight becomes a mask by != 0'):
     heads.token_logprobs(hidden, unembed, targets, weight)
-  with pytest.raises(ValueError, match=r'mask_BT\(2,\) must have the shape of targets_BT\(2, 8\)'):
+  with pytest.raises(ValueError, match=r'mask_BT\(2,\) must have the shape of the tokens, \(2, 8\)'):
     heads.token_logprobs(hidden, unembed, targets, np.ones(B, bool))
 
 

@@ -1,0 +1,222 @@
+"""What the functions of the output head share: tokens in chunks, the vocabulary in blocks, and their parts on the devices of a mesh.
+
+A `Plan` is read off the arguments' shardings; everything below it runs on one device's part, inside `shard_map`. `heads` and
+`heads_distillation` say what is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+import math
+
+import jax
+from jax import lax
+from jax.experimental.layout import Layout as ArrayLayout
+from jax.experimental.layout import with_layout_constraint
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from models import sharding
+from models.chunks import Chunks
+from models.layers import softcap as capped
+
+# A block of 2048 x 1024 float32 logits stays in a CPU's last-level cache; larger or smaller ones measured slower.
+BLOCK = 2048
+CHUNK = 1024
+# Chunks that a device's tokens make at least, so that those that count nothing can be left out. A trained head reads and writes its gradient
+# once for each chunk, so there fewer are better.
+LEAST_CHUNKS = 4
+KEPT_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Plan:
+  """The static part of a call.
+
+  Attributes:
+    tokens: partition of targets_BT.
+    unembed: partition of unembed_VD.
+    token_axes, vocab_axes, embed_axes: mesh axes of more than one device that split the tokens, and V and D of unembed_VD.
+    softcap, chunk, unembed_grad: the caller's.
+    entropy: whether the entropy is computed beside the logprobs.
+    entropy_grad: whether it is differentiated too.
+  """
+
+  tokens: P
+  unembed: P
+  token_axes: tuple[str, ...]
+  vocab_axes: tuple[str, ...]
+  embed_axes: tuple[str, ...]
+  softcap: float | None
+  chunk: int
+  unembed_grad: bool
+  entropy: bool
+  entropy_grad: bool
+
+  @property
+  def pulls(self) -> bool:
+    """Whether forward leaves nothing to backward but a product."""
+    return not (self.unembed_grad or self.entropy_grad)
+
+
+def check_mask(plan: Plan, shape: tuple[int, ...], mask_BT) -> jax.Array:
+  """Return the mask as the plan has it, true everywhere for None; raises as `heads.token_logprobs`."""
+  if mask_BT is None:
+    mask_BT = jnp.ones(shape, bool)
+  if mask_BT.shape != shape:
+    raise ValueError(f'mask_BT{mask_BT.shape} must have the shape of the tokens, {shape}.')
+  if mask_BT.dtype != jnp.bool_:
+    raise TypeError(f'mask_BT must be bool, got {mask_BT.dtype}; a weight becomes a mask by != 0.')
+  return jax.reshard(mask_BT, plan.tokens)
+
+
+def make_plan(hidden_BTD, unembed_VD, targets_BT, softcap, chunk, unembed_grad, entropy=False, entropy_grad=False) -> tuple[Plan, jax.Array]:
+  """Return the static part of a call and the head, without its gradient if that is not wanted; raises as `heads.token_logprobs`.
+
+  `targets_BT` is None where a function has none.
+  """
+  if hidden_BTD.ndim != 3 or unembed_VD.ndim != 2 or hidden_BTD.shape[-1] != unembed_VD.shape[-1]:
+    raise ValueError(f'hidden_BTD{hidden_BTD.shape} and unembed_VD{unembed_VD.shape} must be [B, T, D] and [V, D] with one D.')
+  if targets_BT is not None and targets_BT.shape != hidden_BTD.shape[:2]:
+    raise ValueError(f'targets_BT{targets_BT.shape} must have the first two axes of hidden_BTD{hidden_BTD.shape}.')
+  for name, array, kind in (('hidden_BTD', hidden_BTD, jnp.floating), ('unembed_VD', unembed_VD, jnp.floating),
+                            ('targets_BT', targets_BT, jnp.integer)):
+    if array is not None and not jnp.issubdtype(array.dtype, kind):
+      raise TypeError(f'{name} must be of {kind.__name__} dtype, got {array.dtype}.')
+  if chunk is not None and chunk < 1:
+    raise ValueError(f'chunk={chunk} must be at least 1 token.')
+  if softcap is not None and softcap <= 0:
+    raise ValueError(f'softcap={softcap} must be positive, or None for no cap.')
+  mesh = sharding.current_mesh()
+  hidden, unembed = (jax.typeof(x).sharding.spec for x in (hidden_BTD, unembed_VD))
+
+  def axes(*parts):
+    names = [name for part in parts if part is not None for name in (part if isinstance(part, tuple) else (part,))]
+    return tuple(name for name in names if mesh.shape[name] > 1)
+
+  token_axes, vocab_axes, embed_axes = axes(*hidden[:2]), axes(unembed[0]), axes(unembed[1])
+  if axes(hidden[2]):
+    raise ValueError(f'hidden_BTD is split {hidden}, but its last axis must be whole; constrain it to batch, length, None.')
+  if set(token_axes) & set(vocab_axes):
+    raise ValueError(f'A mesh axis splits both the tokens of hidden_BTD ({hidden}) and the vocabulary of unembed_VD ({unembed}); a token '
+                     'must meet the whole vocabulary, so give them different axes.')
+  if set(embed_axes) - set(token_axes):
+    raise ValueError(f'A mesh axis splits D of unembed_VD ({unembed}) but not the tokens of hidden_BTD ({hidden}), so its devices would '
+                     'all do the same work; let it split the batch too, or gather unembed_VD first.')
+  if chunk is None:
+    vocab = unembed_VD.shape[0] // math.prod(mesh.shape[axis] for axis in vocab_axes)
+    chunk = min(CHUNK, max(1, KEPT_BYTES // (vocab * hidden_BTD.dtype.itemsize)))
+  plan = Plan(P(*hidden[:2]), unembed, token_axes, vocab_axes, embed_axes, softcap, chunk, unembed_grad, entropy, entropy_grad)
+  return plan, unembed_VD if unembed_grad else lax.stop_gradient(unembed_VD)
+
+
+def on_mesh(plan: Plan, function: Callable, *, num_per_token: int, num_returned: int, gradients: bool) -> Callable:
+  """Run `function(hidden, unembed, *per_token)` on each device's part; it returns (dhidden, dunembed) if so, then per-token arrays."""
+  returned = (plan.tokens,) * num_returned
+  grads = (P(*plan.tokens, None), plan.unembed if plan.unembed_grad else None) if gradients else ()
+  return jax.shard_map(function, in_specs=(P(*plan.tokens, None), plan.unembed) + (plan.tokens,) * num_per_token,
+                       out_specs=grads + returned, check_vma=False)
+
+
+# What one device computes.
+
+
+def dot(a, b, contract_b: int) -> jax.Array:
+  """Contract the last axis of `a` with axis `contract_b` of `b`; float32."""
+  # Float32 results and an lhs contracted over its last axis: the only bf16 dots for which XLA:CPU has a native kernel.
+  return lax.dot_general(a, b, (((1,), (contract_b,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def transposed(x) -> jax.Array:
+  """Return the transpose, laid out as such on CPU."""
+  if jax.default_backend() != 'cpu':
+    return x.T
+  # Left to itself XLA:CPU folds the transpose into the dot, which then runs in float32 at a third of the speed; a copy costs far less.
+  return with_layout_constraint(x.T, ArrayLayout(major_to_minor=(0, 1)))
+
+
+def as_bits(x) -> jax.Array:
+  """Return a 16-bit array as integers."""
+  # XLA:CPU slices and updates 16-bit floats by converting the whole array to float32 and back; their bits it moves as they are.
+  return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
+
+
+def from_bits(x, dtype) -> jax.Array:
+  """Undo `as_bits`."""
+  return lax.bitcast_convert_type(x, dtype) if jnp.dtype(dtype).itemsize == 2 else x
+
+
+def rows(x_VD, start, size: int, dtype) -> jax.Array:
+  """Return the block of the head from row `start`."""
+  return from_bits(lax.dynamic_slice_in_dim(as_bits(x_VD), start, size), x_VD.dtype).astype(dtype)
+
+
+def num_blocks(vocab: int) -> int:
+  """Return how many blocks a vocabulary makes."""
+  return -(-vocab // BLOCK)
+
+
+def over_blocks(vocab: int, body: Callable, carry):
+  """Fold `body(carry, block, start, size)` over blocks of the vocabulary; the last may be smaller."""
+  blocks, rest = divmod(vocab, BLOCK)
+  if blocks:
+    carry = lax.fori_loop(0, blocks, lambda block, carry: body(carry, block, block * BLOCK, BLOCK), carry)
+  return body(carry, blocks, blocks * BLOCK, rest) if rest else carry
+
+
+def chunks_of(plan: Plan, mask_BT) -> Chunks:
+  """Return the tokens of this device in chunks."""
+  return Chunks.of(mask_BT, plan.chunk, 1 if plan.unembed_grad else LEAST_CHUNKS)
+
+
+def whole_head(plan: Plan, unembed_VD, dtype) -> jax.Array:
+  """Return the head with all of its columns, this device's part of the vocabulary."""
+  if not plan.embed_axes:
+    return unembed_VD
+  return from_bits(lax.all_gather(as_bits(unembed_VD.astype(dtype)), plan.embed_axes, axis=1, tiled=True), dtype)
+
+
+def reduced_gradient(plan: Plan, dunembed_VD, dtype) -> jax.Array:
+  """Sum the head's gradient over the devices that share its part of the vocabulary, each keeping its own columns."""
+  if plan.embed_axes:
+    dunembed_VD = lax.psum_scatter(dunembed_VD, plan.embed_axes, scatter_dimension=1, tiled=True)
+  rest = tuple(axis for axis in plan.token_axes if axis not in plan.embed_axes)
+  return (lax.psum(dunembed_VD, rest) if rest else dunembed_VD).astype(dtype)
+
+
+def local_ids(plan: Plan, targets, unembed_VD) -> jax.Array:
+  """Number the targets from the first row of this device's part of the vocabulary."""
+  first = lax.axis_index(plan.vocab_axes) * unembed_VD.shape[0] if plan.vocab_axes else 0
+  return targets.astype(jnp.int32) - first
+
+
+def over_vocab(plan: Plan, reduce: Callable, x) -> jax.Array:
+  """Reduce over the devices that share the tokens and split the vocabulary."""
+  return reduce(x, plan.vocab_axes) if plan.vocab_axes else x
+
+
+def logits(plan: Plan, block_VD, hidden_TD) -> tuple[jax.Array, jax.Array | float]:
+  """Return capped logits_VT and their derivative with respect to the raw ones."""
+  logits_VT = capped(dot(block_VD, hidden_TD, 1), plan.softcap)
+  return logits_VT, 1.0 if plan.softcap is None else 1 - (logits_VT / plan.softcap)**2
+
+
+def hits(start, size: int, targets_T) -> jax.Array:
+  """Say of a block's rows which is the target of which token."""
+  return (start + jnp.arange(size))[:, None] == targets_T[None]
+
+
+def logsumexp(plan: Plan, walk: dict) -> jax.Array:
+  """Return the log of the sum of all exponentials, from the walks of all devices."""
+  top_T = over_vocab(plan, lax.pmax, walk['top_T'])
+  return top_T + jnp.log(over_vocab(plan, lax.psum, walk['total_T'] * jnp.exp(walk['top_T'] - top_T)))
+
+
+def rows_of(unembed_VD, ids, dtype) -> jax.Array:
+  """Return the rows of the head of ids of any shape, numbered as by `local_ids`; 0 for those that are not this device's."""
+  is_mine = (ids >= 0) & (ids < unembed_VD.shape[0])
+  # As bits: XLA's CPU backend has no 16-bit gather and would convert the whole head first.
+  found = from_bits(as_bits(unembed_VD)[jnp.where(is_mine, ids, 0)], unembed_VD.dtype)
+  return jnp.where(is_mine[..., None], found, 0).astype(dtype)
+
