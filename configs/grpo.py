@@ -115,7 +115,24 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
       },
       'reward': {
           'verifier_weight': 1.0,
-          'source_weight': 0.0,  # of other sources, such as a reward model
+          'source_weight': 0.0,  # of what reward models say
+      },
+      'reward_model': {
+          'paths': (),  # runs of configs/reward_model.py, or functions of trajectories as 'package/module:function'; () is none
+          'combine': 'mean',  # of several: mean, min, mean_minus_std
+          'std_coef': 1.0,  # mean_minus_std
+          'normalize': True,  # to mean 0 and standard deviation 1 over held-out texts
+          'clip': 0.0,  # largest size; 0 does not clip
+          'rows': 8,  # of a batch
+          'length': 1024,  # tokens of a row
+          'sees_tools': False,  # what tools answered
+      },
+      'drift': {  # alarm where reward models and the verifier part
+          'window': 5,  # steps that are looked at together
+          'fall': 0.1,  # of the share of pairs that both rank alike, from what it was at first
+          'drop': 0.05,  # of the truth, as a share of its best
+          'min_problems': 10,  # with two samples that differ in truth, in a window
+          'action': 'warn',  # warn, snapshot (a checkpoint that is kept), stop
       },
       'process': {
           'weight': 0.0,  # share of a reward that verified parts of the work make up

@@ -1,7 +1,13 @@
-"""PPO with a critic (arXiv:1707.06347), for verifiable rewards and, with a reward model, for human feedback; a few settings over GRPO's.
+r"""PPO with a critic (arXiv:1707.06347), for verifiable rewards and, with a reward model, for human feedback; a few settings over GRPO's.
 
 python -m launch.train --config=configs/ppo.py --config.model.path=MODEL \
     --config.domains="{'word_problems/generated': {'levels': (1, 2)}}" --workdir=runs/ppo
+
+RLHF: the same with a reward model of configs/reward_model.py, that alone is paid. Its distance from the reference is held at some nats of a
+sample. Where the verifier can tell, it watches: two samples of a problem let rl.drift see a policy that begins to exploit the model.
+
+    --config.reward_model.paths="('runs/reward_model',)" --config.reward.verifier_weight=0 --config.reward.source_weight=1 \
+    --config.reward_kl.coef=0.05 --config.reward_kl.target=6 --config.groups=64 --config.group_size=2 --config.drift.action=snapshot
 """
 
 import ml_collections

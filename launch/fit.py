@@ -8,7 +8,8 @@ The config is that of `launch.train`; rows, length, mesh, layout, optimizer, los
 the model only the shape. What is compiled are the learner's own programs. --meshes compares several meshes (or 'auto': those worth it).
 libtpu, the compiler, comes with pip install -e .[tpu-aot].
 
-Not counted: the sampler of reinforcement learning (its copy of the weights and its cache), and what the host does.
+Not counted: the sampler of reinforcement learning (its copy of the weights and its cache), reward models, and what the host does. Of a critic
+the state is counted, as large as the policy's; its own programs need no more than the policy's, which have the vocabulary on top.
 """
 
 from __future__ import annotations
@@ -74,8 +75,9 @@ def read_work(config, model: ModelConfig) -> Work:
   per_token += ['old_logprobs'] if settings.decoupled and config.minibatches * config.epochs > 1 else []
   per_token += ['reference_logprobs'] if settings.kl_coef else []
   # How many micro-batches a step has depends on what is sampled; one is reported.
+  has_reference = (settings.kl_coef or config.reward_kl.coef) and shared['adapters'].rank == 0
   return Work(**shared, loss=learner.policy_loss(settings), per_token=tuple(per_token), rows=config.rows, length=config.length,
-              copies=int(bool(settings.kl_coef) and shared['adapters'].rank == 0))
+              copies=int(bool(has_reference)), has_critic=config.advantage.estimator == 'gae')
 
 
 def read_shape(name: str) -> ModelConfig:

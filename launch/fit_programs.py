@@ -41,6 +41,7 @@ class Work:
     rows, length: of a micro-batch.
     micro_batches: of an optimizer step.
     copies: how often the trained parameters lie on the devices beside the state (a reference policy).
+    has_critic: whether a second state, a critic's, waits beside.
   """
   model: ModelConfig
   adapters: LoraConfig
@@ -52,6 +53,7 @@ class Work:
   length: int
   micro_batches: int = 1
   copies: int = 0
+  has_critic: bool = False
 
   @property
   def is_full(self) -> bool:
@@ -157,7 +159,7 @@ def compile_step(work: Work, layout: Layout, mesh: Mesh) -> list[Program | TooLa
     gradient, _ = _result(traced['gradient'], mesh)
     traced['apply_to_params'] = programs['apply_to_params'].trace(trainable, state.opt_state, gradient, state.step)
     traced['apply_to_moments'] = programs['apply_to_moments'].trace(state.opt_state, gradient, trainable)
-    others = work.copies * device_bytes(trainable)
+    others = work.copies * device_bytes(trainable) + work.has_critic * (device_bytes(trainable) + device_bytes(state.opt_state))
     accumulated = device_bytes(gradient) if work.micro_batches > 1 else 0
     beside = {
         'gradient': device_bytes(state.opt_state) + accumulated + others,

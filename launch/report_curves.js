@@ -151,6 +151,8 @@ function charts() {
     {title: 'Gradient norm', lines: linesOf([['train/grad_norm', 'before clipping']])},
     {title: 'KL of the update', unit: 'nats per token, policy/ppo_kl', lines: linesOf([['policy/ppo_kl', 'ppo_kl']])},
     {title: 'KL to the reference', unit: 'nats per token', lines: linesOf(under('policy/reference_kl_'))},
+    {title: 'KL in the reward', unit: 'nats of a reply', lines: linesOf([['objective/kl', 'KL']])},
+    {title: 'Coefficient of the KL in the reward', lines: linesOf([['objective/kl_coef', 'coefficient']])},
     {title: 'Clipped tokens', share: true, lines: linesOf([['policy/pg_clipfrac_low', 'low'], ['policy/pg_clipfrac_high', 'high'],
       ['policy/pg_clipfrac_lower', 'dual'], ['mismatch/capped_fraction', 'capped weights']])},
     {title: 'Sampler against trainer', unit: 'nats per token', lines: linesOf([['mismatch/logprob_abs_diff', '|difference|'],

@@ -14,7 +14,7 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
-from launch import svg
+from launch import report_run, svg
 from launch.report_run import Series
 from launch.report_text import grid, visible
 from rl.calibration import Bin, Calibration
@@ -25,13 +25,13 @@ _WIDTH, _GAP = 980, 40
 _PANEL, _PLOT = (_WIDTH - _GAP) / 2, 230
 _TOP, _TITLE, _LEFT, _BELOW = 24, 34, 52, 56
 _MAX_POINTS = 40  # Of a curve; more are averaged in groups of neighbors.
-GOLD, PROXY, ALARM, LENGTH = 'critic/score/mean', 'proxy/mean', 'drift/alarm', 'response_length/mean'
+GOLD, PROXY, LENGTH = 'critic/score/mean', 'proxy/mean', 'response_length/mean'
 # Of a whole reply, or else of a token.
 _KL_OF_REPLY, _KL_OF_TOKEN = ('objective/kl',), ('policy/reference_kl_k3', 'policy/reference_kl_k1')
 
 
 class Point(NamedTuple):
-  """A step of a run against a proxy: the root of the KL from the reference in nats of a reply, both rewards, and whether an alarm rang."""
+  """A step of a run against a proxy: the root of the KL from the reference in nats of a reply, both rewards, and whether there was an alarm."""
   step: float
   distance: float
   proxy: float
@@ -77,6 +77,8 @@ def over_optimization(metrics: Mapping[str, Series], background: str | None = No
   farthest = max(point.distance for point in points) or 1.0
   parts = [*svg.legend(['reward of the proxy (left)', 'gold verdict (right)'], svg.COLORS[:2]),
            svg.title(0, _TOP, 'Over-optimization: rewards by distance from the reference')]
+  if any(point.is_alarm for point in points):
+    parts.append(svg.text(_WIDTH, 15, 'dashed: alarms', 'end', 0.65))
 
   def x(distance: float) -> float:
     return left + width * distance / farthest
@@ -108,10 +110,11 @@ def over_optimization(metrics: Mapping[str, Series], background: str | None = No
 
 def optimization_points(metrics: Mapping[str, Series]) -> list[Point]:
   """Return the steps of a run against a proxy by their distance, neighbors averaged where there are many; [] where something is missing."""
-  of_step = [dict(zip(metrics[key].steps, metrics[key].values, strict=True)) if key in metrics else {} for key in (PROXY, GOLD, ALARM)]
+  of_step = [dict(zip(metrics[key].steps, metrics[key].values, strict=True)) if key in metrics else {} for key in (PROXY, GOLD)]
+  alarms = report_run.alarm_steps(metrics)
   distances = _distances(metrics)
   known = [step for step in distances if of_step[0].get(step) is not None and of_step[1].get(step) is not None]
-  points = sorted((Point(step, distances[step], of_step[0][step], of_step[1][step], bool(of_step[2].get(step))) for step in known),
+  points = sorted((Point(step, distances[step], of_step[0][step], of_step[1][step], step in alarms) for step in known),
                   key=lambda point: point.distance)
   size = math.ceil(len(points) / _MAX_POINTS)
   return [_merged(points[start:start + size]) for start in range(0, len(points), size)] if points else []

@@ -181,7 +181,7 @@ class Run:
     times_s: Unix times of the first and the last line of metrics.
     log: its episodes, None for a run without.
     evaluations: by step.
-    notes: what a reader should know of the files.
+    notes: what a reader should know first: what is wrong with files, and alarms.
   """
   directory: Path
   config: Mapping[str, Any]
@@ -223,6 +223,7 @@ def read_run(directory: str | Path) -> Run:
                             'Give what --workdir of launch.train was.')
   notes: list[str] = []
   metrics, times_s = _read_metrics(directory / monitor.METRICS_FILE, notes)
+  notes += [_alarm(metrics, step) for step in alarm_steps(metrics)]
   path, log = directory / monitor.TRAJECTORIES_FILE, None
   if path.is_file():
     log = EpisodeLog(str(path), functools.partial(path.open, 'rb'))
@@ -373,6 +374,24 @@ def _read_metrics(path: Path, notes: list[str]) -> tuple[dict[str, Series], tupl
       for key, value in record.items():
         metrics.setdefault(key, Series()).append(step, value)
   return metrics, times_s
+
+
+def alarm_steps(metrics: Mapping[str, Series]) -> list[int]:
+  """Return the steps at which `rl.drift` raised an alarm."""
+  series = metrics.get('drift/alarms', Series())
+  counts = [count or 0 for count in series.values]
+  return [step for step, count, before in zip(series.steps, counts, [0, *counts], strict=False) if count > before]
+
+
+def _alarm(metrics: Mapping[str, Series], step: int) -> str:
+  def seen(name: str) -> str:
+    series = metrics.get(f'drift/{name}', Series())
+    value = dict(zip(series.steps, series.values, strict=True)).get(step)
+    return 'unknown' if value is None else f'{value:.3g}'
+
+  return (f'Alarm at step {step}: reward models and verifier part. Over the last steps they ranked samples of a problem alike in a share of '
+          f'{seen("agreement")} (95 % interval {seen("agreement_low")} to {seen("agreement_high")}), and the mean score was {seen("truth")} by '
+          f'the verifier and {seen("proxy")} by the reward models.')
 
 
 def _read_object(path: Path) -> dict[str, Any]:

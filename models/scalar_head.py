@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
+from models import params as params_lib
 from models import sharding
 from models.config import ModelConfig
-from models.params import ParamSpec
+from models.params import ParamSpec, Tree
 from models.sharding import Layout
 
 SCALAR_HEAD = 'scalar_head'
@@ -30,6 +32,12 @@ def declare(config: ModelConfig, num_scores: int = 1) -> dict:
       'weight': ParamSpec((num_scores, config.embed_dim), (None, 'embed'), 'zeros', (1,)),
       'bias': ParamSpec((num_scores,), (None,), 'zeros'),
   }
+
+
+def attach(trainable: Tree, frozen: Tree, config: ModelConfig, num_scores: int, mesh: Mesh, layout: Layout) -> tuple[Tree, Tree]:
+  """Return (trainable, frozen) with a fresh head of `num_scores` numbers, which is trained; raises as `declare`."""
+  head = params_lib.init(declare(config, num_scores), 0, mesh, layout)
+  return {**trainable, SCALAR_HEAD: head}, {**frozen, SCALAR_HEAD: jax.tree.map(lambda _: None, head)}
 
 
 def scores(hidden_BTD: jax.Array, head, mask_BT: jax.Array, layout: Layout) -> tuple[jax.Array, ...]:

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 import numpy as np
 
 from models import params as params_lib
+from models import scalar_head
 from models.config import ModelConfig
 from models.sharding import Layout
 from rl import batching, optimizer
@@ -26,7 +27,6 @@ from rl.batching import Place
 from rl.learner import Learner
 from rl.losses_reward import ValueLossConfig
 from rl.optimizer import OptimizerConfig
-from rl.reward_model import with_head
 from rl.types import Batch, Document, Params, TrainState
 
 # Of the learner's metrics, what is reported of a critic, and as what.
@@ -93,7 +93,7 @@ def build(config: CriticConfig, model: ModelConfig, layout: Layout, mesh: Mesh, 
   Raises:
     ValueError: the layout asks for something this model or platform cannot do.
   """
-  head, rest = with_head({}, frozen, model, 1, mesh, layout)
+  head, rest = scalar_head.attach({}, frozen, model, 1, mesh, layout)
   learner = learner_lib.build(model, layout, mesh, optimizer.build(config.optimizer, num_updates),
                               optimizer.schedule(config.optimizer, num_updates), full=full, loss=learner_lib.value_loss(config.loss))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 
 from rl.losses import PolicyLossConfig
+from rl.proxy_reward import RewardModelConfig
 from rl.rl_config import RewardKLConfig, RLConfig
 
 _SUMS = {
@@ -161,7 +162,15 @@ def _reward(config: RLConfig) -> dict[str, str]:
   if config.reward_kl.coef and config.advantage.estimator == 'group':
     text += f' - {_kl_coef(config)} sum_t(log behavior - log reference)'
   return {'R': text, **found, 'score': f'the verifier\'s; {_OVERLONG[config.overlong]}',
-          **({'source': 'mean of the other sources of reward'} if reward.source_weight else {}), **_adapted(config.reward_kl)}
+          **({'source': _source(config.reward_model)} if reward.source_weight else {}), **_adapted(config.reward_kl)}
+
+
+def _source(models: RewardModelConfig) -> str:
+  text = ', '.join(models.paths) + (', normalized over held-out texts' if models.normalize else '')
+  if len(models.paths) > 1:
+    how = {'mean_minus_std': f'mean - {models.std_coef:g} std'}.get(models.combine, models.combine)
+    text = f'{how} of {text}'
+  return text + (f', within +-{models.clip:g}' if models.clip else '') + ('' if models.sees_tools else "; without what tools answered")
 
 
 def _adapted(kl: RewardKLConfig) -> dict[str, str]:

@@ -19,7 +19,8 @@ from jax.sharding import Mesh
 import numpy as np
 
 from models.sharding import Layout
-from rl import batching, reward_model
+from rl import batching, policy, reward_model
+from rl.batching import Place
 from rl.data.records import Message
 from rl.reward_model import RewardModel
 from rl.types import Trajectory
@@ -89,11 +90,14 @@ class ProxyReward:
 
     Raises:
       FileNotFoundError: a run that is not there.
-      ValueError: a run of another stage or without calibration, a function that is not there, or one named twice.
+      ValueError: a run of another stage or without calibration, a function that is not there, one named twice, or rows that do not divide
+        over the mesh.
     """
     repeated = sorted({path for path in config.paths if config.paths.count(path) > 1})
     if repeated:
       raise ValueError(f'reward_model.paths names {", ".join(repeated)} more than once; an ensemble needs different members.')
+    if any(':' not in path for path in config.paths):
+      batching.host_rows(Place.of(layout, mesh), config.rows)
     return cls(config, {path: _function(path) if ':' in path else reward_model.load(path, mesh, layout, dtype) for path in config.paths})
 
   def score(self, trajectories: Sequence[Trajectory]) -> np.ndarray:
@@ -148,6 +152,11 @@ class ProxyReward:
     if self._config.sees_tools:
       return messages
     return [{**message, 'content': ''} if message['role'] == 'tool' else message for message in messages]
+
+
+def fingerprints(config: RewardModelConfig) -> dict[str, str]:
+  """Return what identifies the reward models by path, without loading them; functions have nothing but their names."""
+  return {path: policy.fingerprint(path) for path in config.paths if ':' not in path}
 
 
 def combine(scores_KN: np.ndarray, how: Combine, std_coef: float = 1.0) -> np.ndarray:

@@ -151,7 +151,7 @@ def load(path: str | Path, mesh: Mesh, layout: Layout, dtype: str, step: int | N
   dimensions = dict(sorted(run['data']['dimensions'].items())) or OVERALL
   layout = params_lib.replicate_indivisible(layout, mesh, weight_files.read_config(source.path).num_kv_heads)
   model, *parts = load_trainable(source, config_lib.build(LoraConfig, run['lora'], 'config.lora'), run['seed'], mesh, layout)
-  trainable, frozen = with_head(*parts, model, len(dimensions), mesh, layout)
+  trainable, frozen = scalar_head.attach(*parts, model, len(dimensions), mesh, layout)
   trainable = checkpoint.read_params(directory, learner.abstract_state(trainable), step)
   with jax.set_mesh(mesh):
     params = lora.merge(params_lib.combine(trainable, frozen))
@@ -159,12 +159,6 @@ def load(path: str | Path, mesh: Mesh, layout: Layout, dtype: str, step: int | N
   params = {**jax.tree.map(lambda leaf: leaf.astype(dtype), params), SCALAR_HEAD: head}
   return RewardModel(path, step, model, params, tokenizer_lib.load(source.path), chat.TEMPLATES[source.chat_template], dimensions,
                      read_calibrations(path, step), layout, mesh)
-
-
-def with_head(trainable: Params, frozen: Params, model: ModelConfig, num_scores: int, mesh: Mesh, layout: Layout) -> tuple[Params, Params]:
-  """Return (trainable, frozen) with a fresh scalar head, which is trained."""
-  head = params_lib.init(scalar_head.declare(model, num_scores), 0, mesh, layout)
-  return {**trainable, SCALAR_HEAD: head}, {**frozen, SCALAR_HEAD: jax.tree.map(lambda _: None, head)}
 
 
 def write_calibrations(directory: str | Path, step: int, calibrations: Mapping[str, Calibration]) -> None:

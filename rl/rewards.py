@@ -1,25 +1,22 @@
-"""What the samples of a batch earn: the verifier's score, parts of the work, the length limit, and other sources such as a reward model.
+"""What the samples of a batch earn: the verifier's score, parts of the work, the length limit, and what reward models say.
 
-A sample that earns nothing that can be known (it has no valid outcome, or a source says NaN) is left out and counted by its cause; it is
-never 0.
+A sample that earns nothing that can be known (it has no valid outcome, or a reward model that pays says NaN) is left out and counted by its
+cause; it is never 0.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import numpy as np
 
 from envs.core import Outcome
 from rl import advantages
+from rl.proxy_reward import Judged, ProxyReward
 from rl.rl_config import RLConfig
 from rl.types import Group, Trajectory
-
-# Trajectories to float32 scores [N]; NaN where it cannot tell.
-Source: TypeAlias = Callable[[Sequence[Trajectory]], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -29,39 +26,43 @@ class Rewards:
   Attributes:
     paid_QU: what a sample earns, before any KL term and without what its turns earn.
     gold_QU: the verifier's score.
-    source_QU: the mean score of the other sources, None without any.
+    source_QU: what the reward models say, NaN where they cannot tell; None without any.
     is_used_QU: whether a sample is trained on.
     dropped: cause -> valid samples that are not used.
+    metrics: of the reward models, over all valid samples.
   """
   paid_QU: np.ndarray
   gold_QU: np.ndarray
   source_QU: np.ndarray | None
   is_used_QU: np.ndarray
   dropped: Counter = field(default_factory=Counter)
+  metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-def pay(config: RLConfig, groups: Sequence[Group], sources: Sequence[Source] = ()) -> Rewards:
+def pay(config: RLConfig, groups: Sequence[Group], proxy: ProxyReward | None = None) -> Rewards:
   """Return what the samples of the groups earn.
 
   Raises:
-    ValueError: a source that does not give one number for each trajectory, or parts of the work outside 0 to 1 where they are paid.
+    ValueError: what `proxy.judge` refuses, or parts of the work outside 0 to 1 where they are paid.
   """
   places = [(row, column, trajectory) for row, group in enumerate(groups) for column, trajectory in enumerate(group.trajectories)
             if trajectory.is_valid]
   shape = (len(groups), config.group_size)
   paid_QU, gold_QU, source_QU, is_used_QU = np.zeros(shape), np.zeros(shape), np.zeros(shape), np.zeros(shape, np.bool_)
-  scores = _mean_of(sources, [trajectory for *_, trajectory in places])
+  judged = proxy.judge([trajectory for *_, trajectory in places]) if proxy and places else Judged(np.zeros(len(places), np.float32), {})
+  source_weight = config.reward.source_weight
   dropped: Counter = Counter()
-  for (row, column, trajectory), score in zip(places, scores, strict=True):
+  for (row, column, trajectory), score in zip(places, judged.rewards_N, strict=True):
     if trajectory.outcome == Outcome.LENGTH and config.overlong == 'mask':
       dropped['overlong'] += 1
-    elif not np.isfinite(score):
+    elif source_weight and not np.isfinite(score):
       dropped['nan_reward'] += 1
     else:
       verified = config.reward.verifier_weight * _of_verifier(config, trajectory)
-      paid_QU[row, column] = verified + config.reward.source_weight * score + _overlong_penalty(config, trajectory)
+      sourced = source_weight * score if source_weight else 0.0  # A model that is only watched may be unable to tell.
+      paid_QU[row, column] = verified + sourced + _overlong_penalty(config, trajectory)
       gold_QU[row, column], source_QU[row, column], is_used_QU[row, column] = trajectory.reward, score, True
-  return Rewards(paid_QU, gold_QU, source_QU if sources else None, is_used_QU, dropped)
+  return Rewards(paid_QU, gold_QU, source_QU if proxy else None, is_used_QU, dropped, judged.metrics)
 
 
 def pay_turns(config: RLConfig, trajectory: Trajectory) -> np.ndarray:
@@ -91,17 +92,6 @@ def _of_verifier(config: RLConfig, trajectory: Trajectory) -> float:
 
 def _with_parts(config: RLConfig, trajectory: Trajectory) -> float:
   return advantages.pay_process(trajectory.reward, trajectory.parts, weight=config.process.weight, cap=config.process.cap)
-
-
-def _mean_of(sources: Sequence[Source], trajectories: Sequence[Trajectory]) -> np.ndarray:
-  total = np.zeros(len(trajectories))
-  for source in sources if trajectories else ():
-    scores = np.asarray(source(trajectories))
-    if scores.shape != total.shape:
-      raise ValueError(f'The reward source {source!r} gave an array {scores.shape} for {len(trajectories)} trajectories; it must give one '
-                       'number for each.')
-    total += scores / len(sources)
-  return total
 
 
 def _overlong_penalty(config: RLConfig, trajectory: Trajectory) -> float:

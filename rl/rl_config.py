@@ -9,9 +9,11 @@ from rl import advantages, optimizer
 from rl.batching import Aggregation
 from rl.critic import CriticConfig
 from rl.curriculum import DomainConfig
+from rl.drift import DriftConfig
 from rl.losses import PolicyLossConfig
 from rl.losses_distillation import TeacherConfig
 from rl.optimizer import OptimizerConfig
+from rl.proxy_reward import RewardModelConfig
 from rl.rollout.worker import RolloutConfig
 from rl.run import LayoutConfig, LoraConfig, MeshConfig, ModelSource
 
@@ -51,9 +53,10 @@ class AdvantageConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-  """What a sample earns: a weighted sum of the verifier's score and of the reward sources' (a reward model's), where the run has some.
+  """What a sample earns: a weighted sum of the verifier's score and of what the run's reward models say (`RLConfig.reward_model`).
 
-  The verifier's score is computed and logged whatever its weight: it is the truth that the others are held against.
+  Both are computed and logged whatever they weigh: the verifier's score is the truth that reward models are held against. Learning from a
+  reward model alone is verifier_weight=0.
   """
   verifier_weight: float = 1.0
   source_weight: float = 0.0
@@ -141,7 +144,9 @@ class RLConfig:
     epochs: passes over a batch. With one minibatch and one epoch the old policy is the current one and needs no forward pass.
     rows, length: rows of a micro-batch over all hosts, and their tokens; a conversation (rollout.max_length) must fit in one.
     curriculum: 'adaptive' draws the levels of a domain by how much there is to learn at them, 'fixed' equally.
-    reward, process, reward_kl: what a sample earns.
+    reward, reward_model, process, reward_kl: what a sample earns.
+    drift: when reward models and the verifier have parted. With group_size=1 no two samples of a problem can be compared, and only the fall
+      of the truth is seen.
     critic: of estimator='gae'.
     teacher: a model that the policy learns from at what it samples itself.
     max_probe_diff_nats: how much trained and published weights may differ on the probe, by their precision.
@@ -165,6 +170,8 @@ class RLConfig:
   curriculum: Literal['fixed', 'adaptive'] = 'adaptive'
   max_probe_diff_nats: float = 0.1
   reward: RewardConfig = RewardConfig()
+  reward_model: RewardModelConfig = RewardModelConfig()
+  drift: DriftConfig = DriftConfig()
   process: ProcessConfig = ProcessConfig()
   reward_kl: RewardKLConfig = RewardKLConfig()
   advantage: AdvantageConfig = AdvantageConfig()
@@ -206,6 +213,15 @@ class RLConfig:
     if self.advantage.scale == 'mean' and self.reward_kl.coef:
       raise ValueError(f"advantage.scale='mean' divides by mean rewards, and reward_kl.coef={self.reward_kl.coef} can make them negative; "
                        'use loss.kl_coef.')
+    if self.reward.source_weight and not self.reward_model.paths:
+      raise ValueError(f'reward.source_weight={self.reward.source_weight} pays what reward models say, and reward_model.paths=() names none; '
+                       'name a run of the stage reward or a function, or set the weight to 0.')
+    if self.max_rounds > 1 and not self.reward.verifier_weight:
+      raise ValueError(f'max_rounds={self.max_rounds} replaces groups that the verifier scores equally, and reward.verifier_weight=0 pays '
+                       'nothing for that; set max_rounds=1.')
+    if self.advantage.scale == 'mean' and self.reward.source_weight:
+      raise ValueError(f"advantage.scale='mean' divides by mean rewards, and what reward models say (reward.source_weight="
+                       f"{self.reward.source_weight}) can be negative; use 'std' or 'none'.")
     if self.advantage.scale == 'mean' and self.overlong == 'penalty':
       raise ValueError("advantage.scale='mean' divides by mean rewards, and overlong='penalty' can make them negative; use 'grade' or 'mask'.")
     if self.has_critic and self.critic.warmup_steps >= self.num_steps:

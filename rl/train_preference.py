@@ -22,7 +22,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh
 
-from models import chat, sharding, weight_files
+from models import chat, scalar_head, sharding, weight_files
 from models import tokenizer as tokenizer_lib
 from models.config import ModelConfig
 from rl import batching, checkpoint, comparisons, losses_preference, offline, optimizer, reward_model
@@ -166,7 +166,7 @@ def make_stage(config: PreferenceConfig | RewardConfig, stack: contextlib.ExitSt
   if is_reward:
     dimensions = config.data.dimensions or reward_model.OVERALL
     loss = learner_lib.reward_loss(config.loss, dimensions, config.data.max_segments)
-    trainable, frozen = reward_model.with_head(trainable, frozen, model, len(dimensions), mesh, layout)
+    trainable, frozen = scalar_head.attach(trainable, frozen, model, len(dimensions), mesh, layout)
   else:
     loss = learner_lib.preference_loss(config.loss, config.data.max_segments)
   learner = learner_lib.build(

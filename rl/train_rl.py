@@ -1,9 +1,10 @@
 """The online loop: reinforcement learning with verifiable rewards, sampler and trainer on the same devices in turns.
 
-One step is: draw problems, sample a group of replies to each (`rollout.worker`), say what they earn (`rewards`) and what that means for their
-tokens (`estimation`, with a `critic` if there is one), update (`policy_update`), publish the new weights to the sampler (`rollout.weights`);
-then evaluation and checkpoint on their schedules. GRPO and its variants, REINFORCE++ and PPO are settings of these parts (`configs/grpo.py`,
-`configs/ppo.py`). Under rollout.staleness batches wait in a queue between sampling and the rest (`rollout.replay`).
+One step is: draw problems, sample a group of replies to each (`rollout.worker`), say what they earn (`rewards`, with a `proxy_reward` if there
+are reward models) and what that means for their tokens (`estimation`, with a `critic` if there is one), update (`policy_update`), publish the
+new weights to the sampler (`rollout.weights`); then evaluation and checkpoint on their schedules. GRPO and its variants, REINFORCE++ and PPO are
+settings of these parts (`configs/grpo.py`, `configs/ppo.py`), with verifiers or with reward models (RLHF); where there are both, `drift` watches
+whether they part. Under rollout.staleness batches wait in a queue between sampling and the rest (`rollout.replay`).
 
 Every sample depends on its seeds alone, and what a step trains on depends on the samples and not on when they finished; so a killed run
 continues from its checkpoint as if nothing had happened, bit for bit. (Only failures of the infrastructure that outlast all attempts, and
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 import logging
 from pathlib import Path
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,7 @@ from models.config import ModelConfig
 from models.sampling import Sampling
 from models.sharding import Layout
 from models.tokenizer import Tokenizer
-from rl import batching, checkpoint, estimation, monitor, objective, optimizer
+from rl import batching, checkpoint, drift, estimation, monitor, objective, optimizer, proxy_reward
 from rl import config as config_lib
 from rl import critic as critic_lib
 from rl import learner as learner_lib
@@ -52,7 +53,8 @@ from rl.estimation import Estimate
 from rl.evals import runner
 from rl.learner import Learner
 from rl.policy_update import Updater
-from rl.rewards import Rewards, Source
+from rl.proxy_reward import ProxyReward
+from rl.rewards import Rewards
 from rl.rl_config import RLConfig
 from rl.rollout import collection
 from rl.rollout.engine import Engine
@@ -66,7 +68,7 @@ _LOG = logging.getLogger(__name__)
 SNAPSHOTS = 'snapshots'
 _PROBE_TEXT = 'Ada had twelve apples and gave five of them to her friend. How many apples are left?'
 _PHASES = ('decode', 'environment', 'score', 'train', 'sync', 'log', 'evaluate', 'checkpoint', 'idle')
-_FREE_ON_RESUME = ('num_steps', 'checkpoint_every_steps', 'checkpoints_kept', 'eval.', 'cpu_devices', 'mesh.', 'layout.')
+_FREE_ON_RESUME = ('num_steps', 'checkpoint_every_steps', 'checkpoints_kept', 'eval.', 'drift.', 'cpu_devices', 'mesh.', 'layout.')
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Setup:
   learner: Learner
   frozen: Params
   critic: Critic | None
+  proxy: ProxyReward | None
   updater: Updater
   lineage: dict[str, Any]
 
@@ -114,7 +117,7 @@ def set_up(config: RLConfig) -> tuple[Setup, Params]:
   """Check everything a run needs and return it with the initial trainable parameters.
 
   Raises:
-    ValueError, FileNotFoundError: what is wrong with the domains, the mesh, the layout or the model.
+    ValueError, FileNotFoundError: what is wrong with the domains, the mesh, the layout, the model or the reward models.
     SandboxUnavailable: a domain needs the sandbox and there is none.
   """
   domains, domain_configs = make_domains(config.domains)
@@ -144,7 +147,11 @@ def set_up(config: RLConfig) -> tuple[Setup, Params]:
              'domains': {name: domain.version for name, domain in domains.items()}}
   if teacher is not None:
     lineage['teacher'] = teacher.fingerprint
-  return Setup(model, tokenizer, domains, domain_configs, layout, mesh, place, learner, frozen, critic, updater, lineage), trainable
+  proxy = None
+  if config.reward_model.paths:
+    proxy = ProxyReward.load(config.reward_model, mesh, layout, config.layout.compute_dtype)
+    lineage['reward_models'] = proxy_reward.fingerprints(config.reward_model)
+  return Setup(model, tokenizer, domains, domain_configs, layout, mesh, place, learner, frozen, critic, proxy, updater, lineage), trainable
 
 
 def initial_state(setup: Setup, trainable: Params) -> TrainState:
@@ -190,14 +197,11 @@ class Sampler:
     return runner.evaluate(self.evaluator, problems, Sampling(temperature=config.eval.temperature))
 
 
-def run(config: RLConfig, workdir: str | Path, make_env: Callable[[Domain], Any] | None = None, *, sources: Sequence[Source] = (),
-        watchers: Mapping[str, Callable[[Mapping | None], Watcher]] | None = None) -> dict[str, float]:
+def run(config: RLConfig, workdir: str | Path, make_env: Callable[[Domain], Any] | None = None) -> dict[str, float]:
   """Train to `num_steps`, from the newest checkpoint in `workdir` if there is one; return the last evaluation (or {}).
 
   Args:
     make_env: makes the environments from their domain; by default they are `ToolEnv`s.
-    sources: of rewards beside the verifiers', such as a reward model; what they weigh is `config.reward`.
-    watchers: name -> makes one from the state in its checkpoint, or from None; they see what sources and verifiers say of the same samples.
 
   Raises:
     ValueError, FileNotFoundError: bad configuration, data or model; a checkpoint of another run.
@@ -206,9 +210,6 @@ def run(config: RLConfig, workdir: str | Path, make_env: Callable[[Domain], Any]
   """
   if jax.process_count() > 1:
     raise RuntimeError(f'rl.train_rl runs in one process, there are {jax.process_count()}; start it on one host.')
-  if config.reward.source_weight and not sources:
-    raise ValueError(f'reward.source_weight={config.reward.source_weight} pays what other sources than verifiers say, and there is none; give '
-                     'the run a reward model, or set it to 0.')
   workdir = Path(workdir)
   setup, trainable = set_up(config)
   resolved = config_lib.to_json(config)
@@ -228,8 +229,7 @@ def run(config: RLConfig, workdir: str | Path, make_env: Callable[[Domain], Any]
     curriculum = Curriculum(setup.domains, setup.domain_configs, config.curriculum, config.seed, host.progress.get('curriculum'))
     sampler = Sampler(config, setup, state.trainable, first_step, ledger, make_env)
     queue = ReplayQueue(host.progress.get('queue', ()))
-    of_watchers = host.progress.get('watchers', {})
-    watching = {name: make(of_watchers.get(name)) for name, make in (watchers or {}).items()}
+    watcher = drift.Monitor(config.drift, host.progress.get('drift')) if setup.proxy else None
     defaults = RLConfig(config.model, config.domains, config.num_steps, config.aggregation)
     monitor.write_config(workdir, resolved, config_lib.difference(config, defaults))
     monitor.write_objective(workdir, objective.describe(config))
@@ -242,42 +242,22 @@ def run(config: RLConfig, workdir: str | Path, make_env: Callable[[Domain], Any]
     _LOG.info('%s: %d parameters, %d trained; %s; step %d of %d.', setup.model.family, params_lib.count(state.trainable) +
               params_lib.count(setup.frozen), params_lib.count(state.trainable), ', '.join(config.domains), first_step, config.num_steps)
     kl_coef = float(host.progress.get('kl_coef', config.reward_kl.coef))
-    loop = _Loop(config, setup, sampler, curriculum, ledger, queue, board, log, sources, watching, kl_coef)
+    loop = _Loop(config, setup, sampler, curriculum, ledger, queue, board, log, watcher, kl_coef)
     return loop.run(state, host, store, first_step, stopping)
-
-
-class Watcher(Protocol):
-  """Sees, step by step, what is optimized and the truth, as `drift.Monitor` does."""
-
-  def observe(self, step: int, proxy_N: np.ndarray, truth_N: np.ndarray, problem_N: np.ndarray) -> Alarm | None:
-    """Take a step's samples: what the sources and the verifiers say of them, and which samples are of one problem."""
-
-  def metrics(self) -> dict[str, float]:
-    """Return what is to be logged of the step."""
-
-  def to_json(self) -> Any:
-    """Return the state as JSON values."""
-
-
-class Alarm(Protocol):
-  """What a watcher has seen, in words, and what is to be done: 'warn', 'snapshot' (a checkpoint that is kept) or 'stop'."""
-  reason: str
-  action: str
 
 
 class _Loop:
   """The steps of a run."""
 
   def __init__(self, config: RLConfig, setup: Setup, sampler: Sampler, curriculum: Curriculum, ledger: Ledger, queue: ReplayQueue,
-               board: monitor.Monitor, log: monitor.TrajectoryLog, sources: Sequence[Source], watchers: Mapping[str, Watcher],
-               kl_coef: float):
+               board: monitor.Monitor, log: monitor.TrajectoryLog, watcher: drift.Monitor | None, kl_coef: float):
     self._config, self._setup, self._sampler = config, setup, sampler
     self._curriculum, self._ledger, self._queue, self._board, self._log = curriculum, ledger, queue, board, log
-    self._sources, self._watchers, self._kl_coef = sources, watchers, kl_coef
+    self._watcher, self._kl_coef = watcher, kl_coef
     self._clock = Clock()
     self._num_skipped = 0
     self._pass_rate: float | None = None
-    self._alarms: list[Alarm] = []
+    self._alarm: drift.Alarm | None = None
 
   def run(self, state, host: HostState, store: checkpoint.CheckpointStore, first_step: int, stopping: Callable[[], bool]) -> dict[str, float]:
     config, results = self._config, {}
@@ -286,20 +266,20 @@ class _Loop:
     self._clock.take()
     for step in range(first_step + 1, config.num_steps + 1):
       state = self._step(step, state)
-      actions = {alarm.action for alarm in self._alarms}
-      stop = stopping() or 'stop' in actions
+      action = self._alarm.action if self._alarm else ''
+      stop = stopping() or action == 'stop'
       if config.eval.every_steps and (step % config.eval.every_steps == 0 or step == config.num_steps):
         results = self._evaluate(step)
       host = dataclasses.replace(host, progress={
           'step': step, 'ledger': self._ledger.to_json(), 'curriculum': self._curriculum.to_json(), 'queue': self._queue.to_json(),
-          'kl_coef': self._kl_coef, 'watchers': {name: watcher.to_json() for name, watcher in self._watchers.items()}})
+          'kl_coef': self._kl_coef, **({'drift': self._watcher.to_json()} if self._watcher else {})})
       with self._clock.phase('checkpoint'):
         if step == config.num_steps or stop or store.is_due(step):
           store.save(step, state, host)
-        if 'snapshot' in actions:
+        if action == 'snapshot':
           _snapshot(store, step, state, host)
       if stop and step < config.num_steps:
-        _LOG.warning('Stopped by %s after step %d; run the same command again to go on.', 'an alarm' if 'stop' in actions else 'a signal', step)
+        _LOG.warning('Stopped by %s after step %d; run the same command again to go on.', 'an alarm' if action == 'stop' else 'a signal', step)
         break
     return results
 
@@ -309,9 +289,9 @@ class _Loop:
     groups = collected.groups
     values = collection.summarize(collected, self._sampler.engine.version)
     with clock.phase('score'):
-      rewards = rewards_lib.pay(config, groups, self._sources)
+      rewards = rewards_lib.pay(config, groups, self._setup.proxy)
       estimates, estimated = self._estimate(state, groups, rewards)
-    values |= estimated | self._observe(step, groups, rewards)
+    values |= estimated | self._observe(step, rewards)
     state, updated = self._update(step, state, groups, rewards, estimates)
     ledger.trained += len(estimates)
     ledger.dropped.update(rewards.dropped)
@@ -367,21 +347,16 @@ class _Loop:
       self._kl_coef = estimation.next_coef(config.reward_kl, self._kl_coef, values['objective/kl'])
     return estimates, values | collection.spread('critic/rewards', paid) | estimation.summarize(trajectories, estimates)
 
-  def _observe(self, step: int, groups: Sequence[Group], rewards: Rewards) -> dict[str, float]:
-    """Show the watchers what sources and verifiers say of the same samples; return metrics of both."""
-    self._alarms, values = [], {}
-    if rewards.source_QU is None:
-      return values
+  def _observe(self, step: int, rewards: Rewards) -> dict[str, float]:
+    """Show the monitor of drift what reward models and verifiers say of the same samples; return metrics of the models and of the monitor."""
+    self._alarm = None
+    if self._watcher is None:
+      return {}
     used_QU = rewards.is_used_QU
-    proxy_N, truth_N = rewards.source_QU[used_QU], rewards.gold_QU[used_QU]
-    problem_N = np.array([groups[row].trajectories[0].group for row in np.nonzero(used_QU)[0]], np.int64)
-    for watcher in self._watchers.values():
-      alarm = watcher.observe(step, proxy_N, truth_N, problem_N)
-      values |= watcher.metrics()
-      if alarm is not None:
-        _LOG.warning('step %d: %s', step, alarm.reason)
-        self._alarms.append(alarm)
-    return values | collection.spread('reward/source', proxy_N) | collection.spread('reward/gold', truth_N)
+    self._alarm = self._watcher.observe(step, rewards.source_QU[used_QU], rewards.gold_QU[used_QU], np.nonzero(used_QU)[0])
+    if self._alarm:
+      _LOG.warning('step %d: %s', step, self._alarm.reason)
+    return {**rewards.metrics, **self._watcher.metrics()}
 
   def _update(self, step: int, state, groups: Sequence[Group], rewards: Rewards, estimates: Sequence[Estimate]) -> tuple[Any, dict]:
     """Take the optimizer steps of a batch, if it has any sample, and publish; returns (state, metrics)."""

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from configs import grpo, sft
+from configs import grpo, ppo, sft
 from launch import fit, fit_programs, fit_report
 from launch.fit_hlo import Collective, Movement
 from launch.fit_programs import Program, Work
@@ -45,9 +45,9 @@ def compiled(some_work, *, fsdp_splits='rows', **sizes):
 
 
 def policy_work():
-  """Return a step with a reference policy, two micro-batches and everything trained."""
+  """Return a step with a reference policy, a critic, two micro-batches and everything trained."""
   return work(model=tiny.config(**ONE_LAYER), loss=learner.policy_loss(PolicyLossConfig(kl_coef=0.1)),
-              per_token=('advantages', 'behavior_logprobs', 'reference_logprobs'), micro_batches=2, copies=1)
+              per_token=('advantages', 'behavior_logprobs', 'reference_logprobs'), micro_batches=2, copies=1, has_critic=True)
 
 
 @pytest.fixture(scope='module')
@@ -72,12 +72,12 @@ def test_programs_need_the_state_they_are_given(split):
   params = 4 * ((num_params(**ONE_LAYER) - whole) // 8 + whole)
   # Tokens, targets, positions, segments, weights and three arrays of reinforcement learning, of 2 of the 8 rows.
   assert gradient.arguments == params + 8 * 4 * 2 * 16
-  # Beside it wait two moments, two counts of steps, the gradient summed so far, and the reference.
-  assert gradient.beside == 4 * params + 8
-  # Parameters, moments, gradient, the counts and the learner's own in; what is replaced goes where it was. The reference waits.
-  assert to_params.arguments == 4 * params + 12 and to_params.beside == params == to_moments.beside
+  # Beside it wait two moments, two counts of steps, the gradient summed so far, the reference, and the critic with moments and counts.
+  assert gradient.beside == 7 * params + 16
+  # Parameters, moments, gradient, the counts and the learner's own in; what is replaced goes where it was. Reference and critic wait.
+  assert to_params.arguments == 4 * params + 12 and to_params.beside == 4 * params + 8 == to_moments.beside
   assert max(to_params.outputs, to_moments.outputs) < params / 8
-  assert to_params.peak >= 4 * params and to_params.needed == to_params.peak + params and to_params.compile_s > 0
+  assert to_params.peak >= 4 * params and to_params.needed == to_params.peak + to_params.beside and to_params.compile_s > 0
 
 
 def test_they_are_the_programs_that_training_runs(split):
@@ -96,7 +96,8 @@ def test_they_are_the_programs_that_training_runs(split):
 
   assert kind(batch) == kind(fit_programs.abstract_batch(some_work, place))
   assert kind((state.trainable, frozen)) == kind(fit_programs.abstract_params(some_work, mesh, layout))
-  waiting = fit_programs.device_bytes(state.opt_state) + 2 * fit_programs.device_bytes(state.trainable)
+  # Moments of policy and critic; a gradient, the reference and the critic.
+  waiting = 2 * fit_programs.device_bytes(state.opt_state) + 3 * fit_programs.device_bytes(state.trainable)
   assert waiting == programs[0].beside
 
 
@@ -241,6 +242,8 @@ def test_a_config_of_each_stage_becomes_work():
   assert anchored.per_token == ('advantages', 'behavior_logprobs', 'old_logprobs', 'reference_logprobs') and anchored.copies == 1
   config.lora.rank = 4
   assert fit.read_work(config, tiny.config()).copies == 0
+  with_critic = fit.read_work(ppo.get_config(), tiny.config())
+  assert with_critic.has_critic and not online.has_critic and with_critic.copies == 1 and 'reference_logprobs' not in with_critic.per_token
   config.stage = 'distillation'
   with pytest.raises(ValueError, match="config.stage='distillation' is not compiled here; use a config of stage 'supervised' or 'rl'"):
     fit.read_work(config, tiny.config())

@@ -54,7 +54,7 @@ def metrics(**series):
 
 
 RUN = metrics(proxy__mean=[0.0, 1.0, 2.0, 3.0], critic__score__mean=[0.1, 0.5, 0.4, None], objective__kl=[0.0, 9.0, 4.0, 16.0],
-              drift__alarm=[0.0, 1.0, 0.0, 1.0])
+              drift__alarms=[0.0, 1.0, 1.0, 2.0])
 
 
 def test_over_optimization_is_drawn_over_the_root_of_the_kl():
@@ -63,6 +63,7 @@ def test_over_optimization_is_drawn_over_the_root_of_the_kl():
   assert report_reward.optimization_points(RUN) == wanted
   picture = report_reward.over_optimization(RUN)
   titles = [element.text for element in elements(picture, 'title')]
+  assert 'dashed: alarms' in [element.text for element in elements(picture, 'text')]
   assert titles[0] == 'alarm at step 2' and 'gold 0.5 at sqrt KL 3, step 2' in titles
   proxy, gold = ([tuple(map(float, point.split(','))) for point in line.get('points').split()] for line in elements(picture, 'polyline'))
   assert [x for x, _ in proxy] == [x for x, _ in gold] == pytest.approx([52, 52 + 876 * 2 / 3, 52 + 876], abs=0.1)
@@ -89,7 +90,7 @@ def test_one_step_and_many_are_drawn():
   one = metrics(proxy__mean=[1.0], critic__score__mean=[1.0], objective__kl=[0.0])
   assert len(elements(report_reward.over_optimization(one), 'circle')) == 2
   many = metrics(proxy__mean=range(1000), critic__score__mean=[1.0] * 1000, objective__kl=np.arange(1000.0) ** 2,
-                 drift__alarm=[0.0] * 999 + [1.0])
+                 drift__alarms=[0.0] * 999 + [1.0])
   points = report_reward.optimization_points(many)
   assert len(points) == 40 and points[0].distance == pytest.approx(12) and points[-1].is_alarm and not points[-2].is_alarm
 
@@ -99,6 +100,9 @@ def test_the_page_of_a_run_has_both_and_no_name_is_markup(tmp_path):
   with monitor.Monitor(tmp_path, total_steps=4, stream=io.StringIO()) as board:
     for step in range(1, 4):
       board.log_step(step, {key: series.values[step - 1] for key, series in RUN.items() if series.values[step - 1] is not None}, 10, 0.0)
+  # The count of alarms rose at the second step, of whose window nothing more was written.
+  notes = report_run.read_run(tmp_path).notes
+  assert len(notes) == 1 and notes[0].startswith('Alarm at step 2: reward models and verifier part.') and 'a share of unknown' in notes[0]
   plain = report_page.render(report_run.read_run(tmp_path), None, 2**20)
   assert plain.count('<svg') == 1 and '<template id="reliability-picture"></template>' in plain
   assert '<template id="over-optimization-picture"><svg ' in plain and '</svg></template>' in plain

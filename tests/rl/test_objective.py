@@ -41,7 +41,7 @@ maximize 1/N sum_i 1/T_i sum_t [w min(r A, clip(r, 0.8, 1.2) A) - 0.01 k + 0.001
 def test_a_critic_and_everything_that_pays_as_a_formula():
   config = preset('grpo', config=ppo.get_config(), **{
       'process.weight': 0.2, 'process.credit': 'turn', 'overlong': 'bootstrap', 'rollout.staleness': 2, 'reward.source_weight': 0.5,
-      'reward_kl.target': 3.0})
+      'reward_kl.target': 3.0, 'reward_model.paths': ('runs/helpful', 'runs/harmless'), 'reward_model.combine': 'min', 'reward_model.clip': 5.0})
   assert objective.describe(config) == """\
 maximize 1/sum_i(T_i) sum_i sum_t [w min(r A, clip(r, 0.8, 1.2) A)]
   r         = policy/old
@@ -56,7 +56,7 @@ maximize 1/sum_i(T_i) sum_i sum_t [w min(r A, clip(r, 0.8, 1.2) A)]
   R         = (0.8 score) + 0.5 source
   parts     = scores of parts of the work, which pay at most 0.1 where score = 0
   score     = the verifier's; samples cut off by the length limit get V of what follows instead
-  source    = mean of the other sources of reward
+  source    = min of runs/helpful, runs/harmless, normalized over held-out texts, within +-5; without what tools answered
   c         = 0.001 at first, then adapted with gain 0.1 to 3 nats a sample
   old       = the policy before this batch
   behavior  = the policy that sampled, as the sampler computed it, 2 batches before
@@ -118,9 +118,19 @@ def test_every_setting_of_the_loss_is_in_the_formula(field):
     {'aggregation': 'token_sum'}, {'aggregation': 'token_mean'}, {'groups': 4}, {'group_size': 4}, {'max_rounds': 2}, {'overlong': 'mask'},
     {'overlong': 'penalty'}, {'minibatches': 2}, {'epochs': 2}, {'advantage.center': 'none'}, {'advantage.scale': 'batch_std'},
     {'advantage.epsilon': 0.1}, {'advantage.whiten': True}, {'overlong': 'grade', 'rollout.staleness': 1}, {'reward.verifier_weight': 0.5},
-    {'reward.source_weight': 0.5}, {'process.weight': 0.1}, {'process.weight': 0.1, 'process.credit': 'turn'}, {'reward_kl.coef': 0.1}])
+    {'process.weight': 0.1}, {'process.weight': 0.1, 'process.credit': 'turn'}, {'reward_kl.coef': 0.1}])
 def test_every_setting_beside_the_loss_is_in_the_formula(changes):
   assert objective.describe(preset('grpo', **changes)) != objective.describe(preset('grpo'))
+
+
+PROXY = {'reward.source_weight': 0.5, 'reward_model.paths': ('runs/a', 'runs/b'), 'reward_model.combine': 'mean_minus_std'}
+
+
+@pytest.mark.parametrize('changes', [
+    {'reward.source_weight': 0.0}, {'reward.verifier_weight': 0.0}, {'reward_model.paths': ('runs/a',)}, {'reward_model.combine': 'min'},
+    {'reward_model.std_coef': 0.5}, {'reward_model.normalize': False}, {'reward_model.clip': 3.0}, {'reward_model.sees_tools': True}])
+def test_every_setting_of_reward_models_is_in_the_formula(changes):
+  assert objective.describe(preset('grpo', **PROXY | changes)) != objective.describe(preset('grpo', **PROXY))
 
 
 @pytest.mark.parametrize('changes', [

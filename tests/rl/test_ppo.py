@@ -1,6 +1,7 @@
 """The algorithms of the online loop, end to end: each learns a toy task, with a critic, stale samples and a KL term in the reward too."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 
 import jax
@@ -12,6 +13,7 @@ from rl import learner as learner_lib
 from rl.critic import CriticConfig
 from rl.losses import PolicyLossConfig
 from rl.optimizer import OptimizerConfig
+from rl.proxy_reward import RewardModelConfig
 from rl.rl_config import AdvantageConfig, EvalConfig, ProcessConfig, RewardConfig, RewardKLConfig
 from rl.rollout.replay import ReplayQueue
 from rl.run import LoraConfig
@@ -44,15 +46,19 @@ def test_an_algorithm_learns(model, tmp_path, name):  # noqa: F811
 
 
 def letters(trajectories):
-  """A source that likes late letters, and cannot tell of some."""
+  """A reward that likes late letters, and cannot tell of some."""
   last = np.array([one.tokens_T[-1] for one in trajectories], np.float32)
   return np.where(last % 16 == 0, np.nan, last / 256)
 
 
-class Counting:
-  """A watcher that asks for something at given steps."""
+def nothing(trajectories):
+  return np.full(len(trajectories), np.nan)
 
-  def __init__(self, asked, state=None):
+
+class Counting:
+  """A monitor of drift that asks for something at given steps."""
+
+  def __init__(self, asked, config, state=None):
     self.asked, self.seen = asked, list(state or [])
 
   def observe(self, step, proxy_N, truth_N, problem_N):
@@ -70,12 +76,13 @@ class Counting:
 EVERYTHING = {
     'num_steps': 6, 'advantage': AdvantageConfig('gae', center='none', scale='none', trace=0.9, whiten=True),
     'critic': dataclasses.replace(CRITIC, warmup_steps=2, trace=1.0), 'minibatches': 2, 'reward': RewardConfig(1.0, 0.5),
+    'reward_model': RewardModelConfig(paths=('tests/rl/test_ppo:letters',)),
     'reward_kl': RewardKLConfig(0.05, target=0.02), 'rollout': dataclasses.replace(ROLLOUT, staleness=2), 'checkpoint_every_steps': 1000}
 
 
 @pytest.fixture(scope='module')
 def interrupted(model, tmp_path_factory):  # noqa: F811
-  """A run with a critic, a queue, an adapted KL term, a source and a watcher; and another that an alarm stops at step 4 and that goes on."""
+  """A run with a critic, a queue, an adapted KL term, a proxy and a monitor; and another that an alarm stops at step 4 and that goes on."""
   found = []
   with pytest.MonkeyPatch.context() as patch:
     make_mesh = train_rl.sharding.make_mesh
@@ -83,11 +90,11 @@ def interrupted(model, tmp_path_factory):  # noqa: F811
     config = make_config(model, **EVERYTHING)
     for asked in ({3: 'warn'}, {2: 'snapshot', 4: 'stop'}):
       workdir = tmp_path_factory.mktemp('everything')
-      settings = {'sources': [letters], 'watchers': {'counting': lambda state, asked=asked: Counting(asked, state)}}
-      train_rl.run(config, workdir, **settings)
+      patch.setattr(train_rl.drift, 'Monitor', functools.partial(Counting, asked))
+      train_rl.run(config, workdir)
       steps = checkpoint.committed_steps(workdir / 'checkpoints'), checkpoint.committed_steps(workdir / train_rl.SNAPSHOTS)
       if steps[0] != [6]:
-        train_rl.run(config, workdir, **settings)
+        train_rl.run(config, workdir)
       found.append((workdir, steps))
     abstract = learner_lib.abstract_state(train_rl.initial_state(*train_rl.set_up(config)))
   return found, [(checkpoint.read_state(workdir / 'checkpoints', abstract), checkpoint.read_host(workdir / 'checkpoints'))
@@ -108,10 +115,10 @@ def test_critic_queue_and_controllers_resume_bit_for_bit(interrupted):
   assert len(waiting) == 2
   for _ in range(2):
     check_same(*(without_times(queue.take()) for queue in (waiting, wanted_waiting)))
-  for key in ('step', 'ledger', 'curriculum', 'kl_coef', 'watchers'):
+  for key in ('step', 'ledger', 'curriculum', 'kl_coef', 'drift'):
     assert host.progress[key] == wanted_host.progress[key], key
   assert steps_of(whole) == steps_of(parted) and len(steps_of(whole)) == 4
-  assert [step for step, *_ in host.progress['watchers']['counting']] == [1, 2, 3, 4, 5, 6]
+  assert [step for step, *_ in host.progress['drift']] == [1, 2, 3, 4, 5, 6]
 
 
 def without_times(batch):
@@ -130,7 +137,7 @@ def test_what_a_run_with_everything_reports(interrupted):
   assert coefficients[1] == pytest.approx(0.05 * 0.98) and all(one != other for one, other in zip(coefficients, coefficients[1:]))
   for step, record in records.items():
     lines = [line for line in read(workdir, 'trajectories.jsonl') if line['step'] == step and line['kind'] == 'train']
-    assert record['reward/gold/mean'] <= 1 and record['reward/source/max'] > 0.2 and record['critic/grad_norm'] > 0
+    assert record['proxy/unscored'] > 0 and record['proxy/max'] > 0.2 and record['critic/grad_norm'] > 0
     assert record['critic/score/mean'] == pytest.approx(np.mean([line['reward'] for line in lines]))
     assert {line['versions'][0] for line in lines} == {max(step - 3, 0)}
     assert record['ledger/queued'] == 128 and record['ledger/issued'] == 64 * (step + 2)
@@ -157,8 +164,9 @@ def test_adapters_have_a_critic_of_adapters(model, tmp_path):  # noqa: F811
 
 
 def test_a_batch_without_any_sample_is_counted_and_moves_nothing(model, tmp_path):  # noqa: F811
-  config = make_config(model, num_steps=2, reward=RewardConfig(0.0, 1.0), checkpoint_every_steps=1)
-  train_rl.run(config, tmp_path, sources=[lambda trajectories: np.full(len(trajectories), np.nan)])
+  config = make_config(model, num_steps=2, reward=RewardConfig(0.0, 1.0), checkpoint_every_steps=1,
+                       reward_model=RewardModelConfig(paths=('tests/rl/test_ppo:nothing',)))
+  train_rl.run(config, tmp_path)
   records = [record for record in read(tmp_path, 'metrics.jsonl') if 'ledger/issued' in record]
   assert [record['train/empty_batches'] for record in records] == [1, 1] and records[1]['ledger/dropped/nan_reward'] == 128
   assert records[1]['weight_sync/version'] == 2 and not any('train/loss' in record for record in records)
@@ -192,7 +200,3 @@ def test_bad_settings(make, message):
   with pytest.raises(ValueError, match=message):
     make()
 
-
-def test_a_weight_without_a_source_is_refused(model, tmp_path):  # noqa: F811
-  with pytest.raises(ValueError, match='reward.source_weight=1.0 pays what other sources than verifiers say, and there is none'):
-    train_rl.run(make_config(model, reward=RewardConfig(1.0, 1.0)), tmp_path)

@@ -1,4 +1,4 @@
-"""What samples earn: verifier, sources, parts of the work; what nobody can score is left out and counted."""
+"""What samples earn: verifier, reward models, parts of the work; what nobody can score is left out and counted."""
 
 import dataclasses
 
@@ -7,6 +7,7 @@ import pytest
 
 from envs.core import Outcome
 from rl import rewards
+from rl.proxy_reward import ProxyReward, RewardModelConfig
 from rl.rl_config import AdvantageConfig, ProcessConfig, RewardConfig
 from rl.types import Group
 from tests.rl.test_batching import trajectory
@@ -35,7 +36,15 @@ def test_the_verifier_alone():
   assert found.source_QU is None and not found.dropped
 
 
-def test_sources_are_averaged_and_weighed_beside_the_truth():
+def of_models(*functions):
+  return ProxyReward(RewardModelConfig(), dict(enumerate(functions)))
+
+
+def paying(**weights):
+  return config_of(reward=RewardConfig(**weights), reward_model=RewardModelConfig(paths=('some/module:function',)))
+
+
+def test_reward_models_are_weighed_beside_the_truth():
   groups = [group(sample(1.0), sample(0.0)), group(sample(None, outcome=Outcome.ENV_ERROR), sample(1.0))]
   seen = []
 
@@ -43,32 +52,44 @@ def test_sources_are_averaged_and_weighed_beside_the_truth():
     seen.append(list(trajectories))
     return np.array([2, 4, 6], np.float32)
 
-  config = config_of(reward=RewardConfig(verifier_weight=0.5, source_weight=2.0))
-  found = rewards.pay(config, groups, [long, lambda trajectories: np.zeros(3)])
+  config = paying(verifier_weight=0.5, source_weight=2.0)
+  found = rewards.pay(config, groups, of_models(long, lambda trajectories: np.zeros(3)))
   assert seen == [[groups[0].trajectories[0], groups[0].trajectories[1], groups[1].trajectories[1]]]
   assert found.source_QU.tolist() == [[1.0, 2.0], [0.0, 3.0]]
   assert found.paid_QU.tolist() == [[2.5, 4.0], [0.0, 6.5]]
   assert found.gold_QU.tolist() == [[1.0, 0.0], [0.0, 1.0]]
+  assert found.metrics['proxy/mean'] == 2 and found.metrics['proxy/disagreement'] == 2
+  # By a reward model alone, and by the verifier alone.
+  assert rewards.pay(paying(verifier_weight=0.0, source_weight=1.0), groups, of_models(long)).paid_QU.tolist() == [[2.0, 4.0], [0.0, 6.0]]
+  assert rewards.pay(config_of(), groups, of_models(long)).paid_QU.tolist() == [[1.0, 0.0], [0.0, 1.0]]
 
 
 def test_a_score_that_is_not_a_number_leaves_its_sample_out_and_is_counted():
   groups = [group(sample(1.0), sample(0.0)), group(sample(1.0), sample(1.0))]
-  scores = np.array([np.nan, 1.0, np.inf, 3.0])
-  found = rewards.pay(config_of(reward=RewardConfig(1.0, 1.0)), groups, [lambda trajectories: scores])
+  proxy = of_models(lambda trajectories: np.array([np.nan, 1.0, np.inf, 3.0]))
+  found = rewards.pay(paying(verifier_weight=1.0, source_weight=1.0), groups, proxy)
   assert found.is_used_QU.tolist() == [[False, True], [False, True]]
   assert found.paid_QU.tolist() == [[0.0, 1.0], [0.0, 4.0]] and np.isfinite(found.source_QU).all()
-  assert found.dropped == {'nan_reward': 2}
+  assert found.dropped == {'nan_reward': 2} and found.metrics['proxy/unscored'] == 2
+  # Where it is only watched, what it cannot tell changes nothing.
+  watched = rewards.pay(config_of(), groups, proxy)
+  assert watched.is_used_QU.all() and not watched.dropped and watched.paid_QU.tolist() == [[1.0, 0.0], [1.0, 1.0]]
+  np.testing.assert_array_equal(watched.source_QU, [[np.nan, 1.0], [np.nan, 3.0]])
 
 
-def test_without_any_sample_no_source_is_asked():
-  found = rewards.pay(config_of(), [], [lambda trajectories: 1 / 0])
+def test_without_any_sample_no_reward_model_is_asked():
+  found = rewards.pay(config_of(), [], of_models(lambda trajectories: 1 / 0))
   assert found.paid_QU.shape == (0, 2) and not found.is_used_QU.any()
 
 
-@pytest.mark.parametrize('returned', [np.zeros(3), np.zeros((2, 1)), 0.0])
-def test_a_source_must_score_each(returned):
-  with pytest.raises(ValueError, match=r'gave an array .* for 2 trajectories; it must give one number for each'):
-    rewards.pay(config_of(), [group(sample(), sample())], [lambda trajectories: returned])
+@pytest.mark.parametrize('changes, message', [
+    ({'reward': RewardConfig(1.0, 1.0)}, r'reward.source_weight=1.0 pays what reward models say, and reward_model.paths=\(\) names none'),
+    ({'reward': RewardConfig(0.0, 1.0), 'max_rounds': 2}, 'max_rounds=2 replaces groups that the verifier scores equally'),
+    ({'reward': RewardConfig(1.0, 0.5), 'advantage': AdvantageConfig(scale='mean')}, r'\(reward.source_weight=0.5\) can be negative'),
+])
+def test_settings_that_reward_models_contradict(changes, message):
+  with pytest.raises(ValueError, match=message):
+    config_of(**({'reward_model': RewardModelConfig(paths=('a/b:c',))} if 'names none' not in message else {}) | changes)
 
 
 def test_overlong_samples_by_setting():
