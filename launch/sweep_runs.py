@@ -17,22 +17,18 @@ from typing import Any
 
 import jax
 
-from launch import report_run
+from launch import report_run, stages
 from launch.report_sweep import Study
 from models import hf_weights, sharding, transformer, weight_files
 from models import params as params_lib
 from models import tokenizer as tokenizer_lib
 from models.config import ModelConfig
-from rl import checkpoint, rl_config, train, train_distillation, train_preference, train_rl
+from rl import checkpoint
 from rl import config as config_lib
 from rl import run as run_lib
 
 MODEL = 'model'
 _NAME = re.compile(r'[\w.=+-]+')
-_STAGES = {'supervised': (train.TrainConfig, train.run), 'rl': (rl_config.RLConfig, train_rl.run),
-           'preference': (train_preference.PreferenceConfig, train_preference.run),
-           'reward': (train_preference.RewardConfig, train_preference.run),
-           'distillation': (train_distillation.DistillationConfig, train_distillation.run)}
 
 
 @dataclass(frozen=True)
@@ -95,7 +91,7 @@ class Run:
 
   def run(self) -> None:
     """Run it in this process, from its newest checkpoint; raises as its stage does."""
-    _STAGES[self.config.stage][1](self.config, self.directory)
+    stages.find(self.config.stage).run(self.config, self.directory)
 
 
 def runs_of(config: SweepConfig, workdir: str | Path) -> list[Run]:
@@ -110,10 +106,8 @@ def runs_of(config: SweepConfig, workdir: str | Path) -> list[Run]:
       values = _changed(config.base, (*changes, ('seed', seed)), f'settings.{setting}')
       if not values.get('model', {}).get('path'):
         values = _changed(values, (('model.path', str(workdir / MODEL)),), f'settings.{setting}')
-      if values.get('stage') not in _STAGES:
-        raise ValueError(f'base.stage={values.get("stage")!r} must be one of {", ".join(_STAGES)}.')
-      name = f'{setting}-seed={seed}'
-      runs.append(Run(name, setting, seed, config_lib.build(_STAGES[values['stage']][0], values, f'settings.{setting}'), workdir / name))
+      record, name = stages.find(values.get('stage')).record, f'{setting}-seed={seed}'
+      runs.append(Run(name, setting, seed, config_lib.build(record, values, f'settings.{setting}'), workdir / name))
   if len(counts := {run.config.cpu_devices for run in runs}) > 1:
     raise ValueError(f'Runs ask for cpu_devices of {", ".join(map(str, sorted(counts)))}, and they share a process; make it the same in all.')
   return runs

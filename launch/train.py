@@ -15,10 +15,10 @@ from absl import flags
 from ml_collections import config_flags
 
 import launch
-from launch import report_reward, report_run, report_text
+from launch import report_reward, report_run, report_text, stages
 from models import startup
 from rl import config as config_lib
-from rl import reward_model, rl_config, train, train_distillation, train_preference, train_rl
+from rl import reward_model
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'File with get_config(); fields are flags of their own.')
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run: checkpoints, metrics, resolved config.')
@@ -26,14 +26,8 @@ _LOG = logging.getLogger('launch.train')
 
 
 def main(_: list[str]) -> None:
-  stages = {'supervised': (train.TrainConfig, train.run), 'rl': (rl_config.RLConfig, train_rl.run),
-            'preference': (train_preference.PreferenceConfig, train_preference.run),
-            'reward': (train_preference.RewardConfig, train_preference.run),
-            'distillation': (train_distillation.DistillationConfig, train_distillation.run)}
   stage = _CONFIG.value.get('stage')
-  if stage not in stages:
-    raise ValueError(f'config.stage={stage!r} must be one of {", ".join(stages)}.')
-  record, run = stages[stage]
+  record, run = stages.find(stage)
   config = config_lib.build(record, _CONFIG.value)
   startup.use_cpu_devices(config.cpu_devices)
   startup.check_backend()

@@ -99,16 +99,13 @@ def config_files():
 
 @pytest.mark.parametrize('path', config_files(), ids=lambda path: path.stem)
 def test_every_config_key_is_read(path):
-  from launch import pipeline_plan
-  from rl import rl_config, train, train_distillation, train_preference
+  from launch import pipeline_plan, stages
 
   config = importlib.import_module(f'configs.{path.stem}').get_config()
   if config.stage == 'pipeline':
     config.model.path = 'model'  # Which it refuses to be without.
-  records = {'supervised': train.TrainConfig, 'rl': rl_config.RLConfig, 'preference': train_preference.PreferenceConfig,
-             'reward': train_preference.RewardConfig, 'distillation': train_distillation.DistillationConfig,
-             'pipeline': pipeline_plan.PipelineConfig}
-  record = config_lib.build(records[config.stage], config)
+  is_run = config.stage != 'pipeline'
+  record = config_lib.build(stages.find(config.stage).record if is_run else pipeline_plan.PipelineConfig, config)
   written = config_lib.to_json(record)
 
   def keys(tree, prefix=''):

@@ -98,7 +98,7 @@ def test_what_cannot_be_run_is_refused(tmp_path):
   assert 'panels none draw nothing' in refused(panels=(('none', ()),))
   assert 'panels names y;' in refused(panels=(('title', ('y',)),))
   assert 'cpu_devices of 1, 2' in refused(settings=settings.param('cpu_devices', (1, 2)))
-  assert "base.stage='sft' must be one of supervised" in refused(settings=settings.param('stage', ('sft',)))
+  assert "config.stage='sft' must be one of supervised" in refused(settings=settings.param('stage', ('sft',)))
   assert 'staleness=0-seed=0 has no model: give base.model.path' in refused(model=None)
   with pytest.raises(ValueError, match='--only names nobody; runs are staleness=0-seed=0'):
     sweep_runs.chosen(sweep_runs.runs_of(make(), tmp_path), ['nobody'])
