@@ -61,6 +61,7 @@ def describe(config: RLConfig) -> str:
     term += f' + {loss.entropy_coef:g} H'
     definitions['H'] = 'entropy of the policy at the token'
   definitions |= _advantage(config)
+  term = _taught(config, term, definitions)
   definitions |= _reward(config)
   definitions |= _policies(config, term, definitions)
   definitions |= _samples(config)
@@ -120,6 +121,21 @@ def _advantage(config: RLConfig) -> dict[str, str]:
   if _pays_turns(config):
     found['s'] = 'what the turn of the token added to parts' + (', among turns of the same number' if settings.estimator == 'group' else '')
   return found
+
+
+def _taught(config: RLConfig, term: str, definitions: dict[str, str]) -> str:
+  """Return the term of a token with what a teacher adds to it, or to the advantage in it."""
+  teacher = config.teacher
+  if not teacher.path:
+    return term
+  of_rewards = [('A_R' if name == 'A' else name, text.replace('V + A ', 'V + A_R ')) for name, text in definitions.items()]
+  definitions.clear()
+  definitions |= {'A': f'{teacher.reward_coef:g} A_R', **dict(of_rewards), 'teacher': teacher.path}
+  if teacher.divergence == 'sampled':
+    definitions['A'] += f' + {teacher.coef:g} sg[log teacher - log policy]'
+    return term
+  definitions['D'] = f'KL(policy | teacher) of the whole vocabulary at the token, both at temperature {teacher.temperature:g}'
+  return f'{term} - {teacher.coef * teacher.temperature**2:g} D'
 
 
 def _compared(name: str, config: RLConfig) -> str:

@@ -66,6 +66,20 @@ maximize 1/sum_i(T_i) sum_i sum_t [w min(r A, clip(r, 0.8, 1.2) A)]
 """
 
 
+TAUGHT = {'teacher.path': '/big', 'teacher.coef': 2.0, 'teacher.reward_coef': 0.5}
+
+
+def test_a_teacher_as_a_formula():
+  sampled = objective.describe(preset('grpo', **TAUGHT)).splitlines()
+  assert sampled[0] == 'maximize 1/N sum_i 1/T_i sum_t [w min(r A, clip(r, 0.8, 1.2) A)]'
+  assert '  A        = 0.5 A_R + 2 sg[log teacher - log policy]' in sampled
+  assert '  A_R      = (R - mean(R)) / (std(R) + 1e-06)' in sampled and '  teacher  = /big' in sampled
+  full = objective.describe(preset('grpo', **TAUGHT, **{'teacher.divergence': 'full', 'teacher.temperature': 3.0})).splitlines()
+  assert full[0] == 'maximize 1/N sum_i 1/T_i sum_t [w min(r A, clip(r, 0.8, 1.2) A) - 18 D]'
+  assert '  A        = 0.5 A_R' in full
+  assert '  D        = KL(policy | teacher) of the whole vocabulary at the token, both at temperature 3' in full
+
+
 @pytest.mark.parametrize('variant, parts', [
     ('dr_grpo', ['maximize 1/(128 N) sum_i sum_t [', 'A        = R - mean(R)\n']),
     ('dapo', ['1/sum_i(T_i) sum_i sum_t', 'clip(r, 0.8, 1.28)', 'clip((96 - L) / 32, -1, 0)', 'replaced in up to 4 rounds']),
