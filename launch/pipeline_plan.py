@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 import importlib
+import itertools
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -81,7 +82,8 @@ class PipelineConfig:
     export_dtype: of the models between stages.
     seed, mesh, layout, cpu_devices: of all runs.
     student_layers: of the policy that it learns from, those that the student starts with; () is every second one of each kind.
-    sft, reward, preference, rlvr, student: settings of the runs as in their config files, without those that the pipeline gives them.
+    sft, reward, preference, rlvr, student: settings of the runs as in their config files, without those that the pipeline gives them. With
+      rlvr.reward.source_weight above 0, RLVR is paid by the reward model of the stage before it too.
   """
   model: ModelSource
   mixture: MixtureConfig
@@ -199,7 +201,7 @@ class _Planner:
     self._strata = strata.strata(config.mixture.components)
     self._policy, self._model = BASE, config.model.path
     grpo = _defaults('grpo')
-    rlvr = config_lib.to_json(_merged(config.rlvr, {**self._shared(''), 'domains': config.domains}))
+    rlvr = config_lib.to_json(_merged(config.rlvr, {**self._shared(''), **self._domains('', '')[0]}))
     config_lib.build(RLConfig, rlvr, 'config.rlvr')
     self._sampling = tuple(_flags({**grpo, **{key: rlvr[key] for key in _SAMPLING}}, grpo))
 
@@ -218,10 +220,11 @@ class _Planner:
     settings = config_lib.to_json(_merged(getattr(self._config, name), given))
     config_lib.build(kind.record, settings, f'config.{name}')
     run, exported = layout.run(name), layout.model(name) if kind.is_policy else ''
+    reads = self._reward_runs() if name == 'rlvr' else ()
     actions = [*made_by, Action(
         f'{name}/train', ('-m', 'launch.train', f'--config=configs/{kind.file}.py', *_flags(settings, _defaults(kind.file)),
                           f'--workdir={run}'),
-        tuple(dict.fromkeys((start, model, *(action.output for action in made_by)))), run, last_step=settings['num_steps'])]
+        tuple(dict.fromkeys((start, model, *(action.output for action in made_by), *reads))), run, last_step=settings['num_steps'])]
     if kind.is_policy:
       actions.append(Action(f'{name}/export', ('-m', 'launch.convert', f'--source={run}', f'--target={exported}',
                                                f'--dtype={self._config.export_dtype}', '--overwrite'), (run,), exported))
@@ -258,7 +261,17 @@ class _Planner:
     return {'data': {'paths': (path,)}}, [action]
 
   def _domains(self, parent: str, model: str) -> tuple[dict[str, Any], list[Action]]:
-    return {'domains': config_lib.to_json(self._config.domains)}, []
+    given: dict[str, Any] = {'domains': config_lib.to_json(self._config.domains)}
+    if runs := self._reward_runs():
+      given['reward_model'] = {'paths': runs}
+    return given, []
+
+  def _reward_runs(self) -> tuple[str, ...]:
+    """Return the pipeline's own reward model where RLVR is to be paid by one and names none."""
+    config = self._config
+    before = itertools.takewhile(lambda name: name != 'rlvr', config.stages)
+    is_wanted = config.rlvr['reward']['source_weight'] > 0 and not config.rlvr['reward_model']['paths']
+    return (self._layout.run('reward'),) if is_wanted and 'reward' in before else ()
 
   def _evaluation(self, policy: str, model: str) -> tuple[Action, ...]:
     if not self._config.evaluate:

@@ -53,6 +53,15 @@ def test_the_student_starts_from_layers_of_its_teacher():
   assert pipeline_plan.every_second(model) == (0, 2, 3, 6)
 
 
+def test_rlvr_may_be_paid_by_the_reward_model_before_it():
+  found = actions(pipeline_plan.plan(build(rlvr__reward__source_weight=0.5), 'p'))
+  assert "--config.reward_model.paths=('p/reward',)" in found['rlvr/train'].command
+  assert found['rlvr/train'].inputs == ('p/models/preference', 'p/reward')
+  assert found['student/train'].inputs == ('p/models/student_start', 'p/models/rlvr', 'p/data/mixture')
+  with pytest.raises(ValueError, match='source_weight=0.5'):
+    pipeline_plan.plan(build(rlvr__reward__source_weight=0.5, stages=('sft', 'rlvr', 'reward')), 'p')
+
+
 def test_fewer_stages_in_another_order():
   stages = pipeline_plan.plan(build(stages=('sft', 'rlvr', 'preference'), evaluate=False), 'p')
   assert [(stage.name, stage.parent) for stage in stages] == [('base', ''), ('sft', 'base'), ('rlvr', 'sft'), ('preference', 'rlvr')]
