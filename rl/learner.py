@@ -49,7 +49,6 @@ class Learner(NamedTuple):
     evaluate: (trainable, frozen, batch) -> metrics, no gradient.
     score: (trainable, frozen, batch) -> Scores: old logprobs with the policy's parameters, reference logprobs with those of the reference. In
       a LoRA run trainable=None scores the frozen base alone, which is the usual reference there.
-    num_compiled: () -> how often each program of a step was compiled; more than once means that a shape or a sharding drifts.
     programs: name -> the jitted program behind these functions, for compiling it ahead of time under the learner's mesh.
   """
   init: Callable[[Params], TrainState]
@@ -59,7 +58,6 @@ class Learner(NamedTuple):
   update: Callable[[TrainState, Params, Sequence[Batch]], tuple[TrainState, dict]]
   evaluate: Callable[[Params, Params, Batch], dict]
   score: Callable[[Params | None, Params, Batch], Scores]
-  num_compiled: Callable[[], dict[str, int]]
   programs: Mapping[str, Any]
 
 
@@ -307,10 +305,7 @@ def build(config: ModelConfig, layout: Layout, mesh: Mesh, optimizer: optax.Grad
       raise ValueError('trainable=None scores the frozen base of adapters, and a full run has none; pass the parameters of the reference.')
     return calls['score_base'](frozen, batch)
 
-  def num_compiled():
-    return {name: programs[name]._cache_size() for name in ('gradient', 'apply_to_params', 'apply_to_moments', 'score', 'score_base')}
-
-  return Learner(calls['init'], calls['gradient'], calls['accumulate'], apply, update, calls['evaluate'], score, num_compiled, programs)
+  return Learner(calls['init'], calls['gradient'], calls['accumulate'], apply, update, calls['evaluate'], score, programs)
 
 
 def _combine(trainable: Params, frozen: Params) -> Params:

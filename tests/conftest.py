@@ -24,3 +24,17 @@ def forget_programs():
   if maps.exists() and len(maps.read_bytes().splitlines()) > 15_000:
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.fixture
+def num_compiled():
+  """Return a function that says how many programs JAX has lowered since the test began."""
+  lowered = []
+
+  def listen(event, seconds, **_):
+    if event == '/jax/core/compile/jaxpr_to_mlir_module_duration':
+      lowered.append(seconds)
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  yield lambda: len(lowered)
+  jax.monitoring.unregister_event_duration_listener(listen)
