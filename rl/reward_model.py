@@ -107,7 +107,7 @@ def load(path: str | Path, mesh: Mesh, layout: Layout, dtype: str, step: int | N
   trainable, frozen = with_head(*parts, model, len(dimensions), mesh, layout)
   trainable = checkpoint.read_params(directory, learner.abstract_state(trainable), step)
   with jax.set_mesh(mesh):
-    params = lora.merge(params_lib.combine(trainable, frozen))
-  head = params.pop(SCALAR_HEAD)  # Stays float32.
-  params = {**jax.tree.map(lambda leaf: leaf.astype(dtype), params), SCALAR_HEAD: head}
+    params = params_lib.combine(trainable, frozen)
+    head = params.pop(SCALAR_HEAD)  # Stays float32.
+    params = {**lora.merge(params, dtype), SCALAR_HEAD: head}
   return RewardModel(model, params, tokenizer_lib.load(config.model.path), chat.TEMPLATES[config.model.chat_template], dimensions, layout, mesh)
