@@ -34,6 +34,7 @@ from jax.sharding import PartitionSpec as P
 from models import sharding
 from models.chunks import Chunks
 from models.layers import softcap as capped
+from models.slices import as_bits, dynamic_slice, from_bits, take_rows
 
 # A block of 2048 x 1024 float32 logits stays in a CPU's last-level cache; larger or smaller ones measured slower.
 _BLOCK = 2048
@@ -196,17 +197,8 @@ def _transposed(x) -> jax.Array:
   return with_layout_constraint(x.T, ArrayLayout(major_to_minor=(0, 1)))
 
 
-def _as_bits(x) -> jax.Array:
-  # XLA:CPU slices and updates 16-bit floats by converting the whole array to float32 and back; their bits it moves as they are.
-  return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
-
-
-def _from_bits(x, dtype) -> jax.Array:
-  return lax.bitcast_convert_type(x, dtype) if jnp.dtype(dtype).itemsize == 2 else x
-
-
 def _rows(x_VD, start, size: int, dtype) -> jax.Array:
-  return _from_bits(lax.dynamic_slice_in_dim(_as_bits(x_VD), start, size), x_VD.dtype).astype(dtype)
+  return dynamic_slice(x_VD, (start, 0), (size, x_VD.shape[1])).astype(dtype)
 
 
 def _over_blocks(vocab: int, body: Callable, carry):
@@ -224,7 +216,7 @@ def _chunks(plan: _Plan, mask_BT) -> Chunks:
 def _whole(plan: _Plan, unembed_VD, dtype) -> jax.Array:
   if not plan.embed_axes:
     return unembed_VD
-  return _from_bits(lax.all_gather(_as_bits(unembed_VD.astype(dtype)), plan.embed_axes, axis=1, tiled=True), dtype)
+  return from_bits(lax.all_gather(as_bits(unembed_VD.astype(dtype)), plan.embed_axes, axis=1, tiled=True), dtype)
 
 
 def _reduced(plan: _Plan, dunembed_VD, dtype) -> jax.Array:
@@ -266,7 +258,7 @@ def _walk(plan: _Plan, hidden_TD, unembed_VD, targets_T=None, *, keep: bool = Fa
   if targets_T is not None:
     carry['pull_DT'] = jnp.zeros((embed, num), jnp.float32)
   if keep:
-    carry['kept_VT'] = _as_bits(jnp.zeros((vocab, num), dtype))
+    carry['kept_VT'] = as_bits(jnp.zeros((vocab, num), dtype))
     carry['tops_IT'] = jnp.zeros((-(-vocab // _BLOCK), num), jnp.float32)
 
   def body(carry, block, start, size):
@@ -282,7 +274,7 @@ def _walk(plan: _Plan, hidden_TD, unembed_VD, targets_T=None, *, keep: bool = Fa
       factor_VT = (jnp.where(_hits(start, size, targets_T), 0, exp_VT) * slope_VT).astype(dtype)
       new['pull_DT'] = carry['pull_DT'] * shrink_T[None] + _dot(_transposed(block_VD), factor_VT, 0)
     if keep:
-      new['kept_VT'] = lax.dynamic_update_slice_in_dim(carry['kept_VT'], _as_bits(factor_VT), start, 0)
+      new['kept_VT'] = lax.dynamic_update_slice_in_dim(carry['kept_VT'], as_bits(factor_VT), start, 0)
       new['tops_IT'] = lax.dynamic_update_index_in_dim(carry['tops_IT'], top_T, block, 0)
     return new
 
@@ -301,8 +293,7 @@ def _logsumexp(plan: _Plan, walk: dict) -> jax.Array:
 def _target_rows(unembed_VD, targets_T, dtype) -> jax.Array:
   """Return the targets' rows of the head, 0 for targets that are not this device's."""
   mine_T = (targets_T >= 0) & (targets_T < unembed_VD.shape[0])
-  # As bits: XLA's CPU backend has no 16-bit gather and would convert the whole head first.
-  rows_TD = _from_bits(_as_bits(unembed_VD)[jnp.where(mine_T, targets_T, 0)], unembed_VD.dtype)
+  rows_TD = take_rows(unembed_VD, jnp.where(mine_T, targets_T, 0))
   return jnp.where(mine_T[:, None], rows_TD, 0).astype(dtype)
 
 
@@ -465,7 +456,7 @@ def _nll_chunk(plan, unembed_VD, dunembed_VD, arrays):
     scale_IT = weight_T[None] * jnp.exp(walk['tops_IT'] - lse_T[None])
 
     def body(dunembed_VD, block, start, size):
-      factor_VT = _from_bits(lax.dynamic_slice_in_dim(walk['kept_VT'], start, size), dtype)
+      factor_VT = from_bits(lax.dynamic_slice_in_dim(walk['kept_VT'], start, size), dtype)
       scaled_TD = (hidden_TD.astype(jnp.float32) * scale_IT[block][:, None]).astype(dtype)
       sum_VD = lax.dynamic_slice_in_dim(dunembed_VD, start, size) + _dot(factor_VT, scaled_TD, 0)
       return lax.dynamic_update_slice_in_dim(dunembed_VD, sum_VD, start, 0)
