@@ -1,5 +1,6 @@
 """The conversion program, run as a program: what it writes, and how it says no."""
 
+import json
 import os
 from pathlib import Path
 import subprocess
@@ -66,11 +67,13 @@ def write_run(directory, source, settings, frozen_dtype='bfloat16'):
 
 @pytest.mark.parametrize('frozen_dtype', ['float32', 'int8'])
 def test_adapters_of_a_run(frozen_dtype, source, tmp_path):
-  config, _, mesh = source
+  _, _, mesh = source
   trainable, frozen = write_run(tmp_path / 'run', tmp_path / 'source', LoraConfig(rank=4, alpha=8.0, targets=('q', 'up')), frozen_dtype)
   said = convert.convert(str(tmp_path / 'run'), str(tmp_path / 'adapter'), adapter=True)
   count = params_lib.count(trainable)
   assert f'gemma3, adapters of rank 4 for {tmp_path}/source, {count:,} parameters in float32, 261 token ids' in said
+  table = json.loads((tmp_path / 'adapter' / adapter_files.CONFIG_FILE).read_text())
+  assert (table['r'], table['lora_alpha'], table['use_rslora'], table['base_model_name_or_path']) == (4, 8, True, f'{tmp_path}/source')
   tensors = load_file(tmp_path / 'adapter' / adapter_files.WEIGHTS_FILE)
   assert sum(tensor.size for tensor in tensors.values()) == count
   np.testing.assert_array_equal(tensors['base_model.model.model.layers.1.mlp.up_proj.lora_B.weight'],
@@ -80,7 +83,6 @@ def test_adapters_of_a_run(frozen_dtype, source, tmp_path):
   with jax.set_mesh(mesh):
     wanted = lora.merge(params_lib.combine(trainable, frozen), 'float32')
   jax.tree.map(lambda got, wanted: np.testing.assert_allclose(got, wanted, atol=1e-6), merged, wanted)
-  hf_weights.export(tmp_path / 'whole', config, merged, dtype='float32')
 
 
 def test_what_has_no_adapters(source, tmp_path):

@@ -116,6 +116,7 @@ def test_nf4_is_the_nearest_of_its_block(shape, axis, blocks):
 def test_zeros_stay_zeros(kind):
   with jax.set_mesh(mesh_of()):
     made = quantize.quantize(jnp.zeros((4, 8)), kind, inputs=(0,), block_axis=-1)
+    np.testing.assert_array_equal(made.values, {'int8': 0, 'nf4': 7 | 7 << 4}[kind])
     np.testing.assert_array_equal(quantize.dequantize(made, 'bfloat16'), np.zeros((4, 8)))
 
 
@@ -157,6 +158,18 @@ def test_meshes_compute_the_same(kind):
   got = logits(quantized(kind, mesh), mesh)
   one = quantized(kind, mesh_of())
   np.testing.assert_allclose(got, logits(plain(one), mesh_of()), atol=1e-4)
+
+
+def test_bits_travel_and_not_what_they_stand_for():
+  mesh = mesh_of(2, fsdp=2)
+  weight = quantized('int8', mesh)['blocks']['mlp']['up']
+  with jax.set_mesh(mesh):
+    x_BTD = jax.reshard(jnp.ones((2, 8, CONFIG.embed_dim)), Layout().spec('batch', 'length', None))
+    one_layer = jax.tree.map(lambda leaf: leaf[0], weight)
+    run = jax.jit(lambda x_BTD, weight: sharding.einsum('BTD,DF->BTF', x_BTD, weight, Layout(), 'batch', 'length', 'act_mlp'))
+    program = run.lower(x_BTD, one_layer).compile().as_text()
+  gathers = [line for line in program.splitlines() if ' all-gather(' in line]
+  assert len(gathers) == 1 and 's8[64,128]' in gathers[0]
 
 
 @pytest.mark.parametrize('adapted, changes', [
