@@ -16,7 +16,7 @@ def get_config() -> ml_collections.ConfigDict:
       'model': {
           'path': '',  # Hugging Face directory or .gguf file
           'chat_template': 'plain',  # plain (base models), chatml, llama3, gemma, mistral
-          'frozen_dtype': 'bfloat16',  # of LoRA's base; trained weights are float32
+          'frozen_dtype': 'bfloat16',  # of LoRA's base: float32, bfloat16, int8 or nf4; trained weights are float32
       },
       'lora': {
           'rank': 0,  # 0 trains all parameters

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models import lora, sharding, transformer
 from models import params as params_lib
 from models.config import ModelConfig
-from models.sharding import Layout, LoraArray
+from models.sharding import Layout
 from rl import learner as learner_lib
 from rl import optimizer as optimizer_lib
 from rl.batching import Place
@@ -117,9 +117,8 @@ def abstract_params(work: Work, mesh: Mesh, layout: Layout) -> tuple[Params, Par
   if work.is_full:
     return params_lib.split(tree, lambda name: True)
   declared = lora.declare(specs, work.adapters.rank, work.adapters.targets)
-  adapters = params_lib.abstract(declared, mesh, layout)
   # The scale is a number in the program and changes no size.
-  tree = params_lib.map_named(lambda name, leaf: LoraArray(leaf, *adapters[name], 1.0) if name in adapters else leaf, tree)
+  tree = lora.beside(tree, params_lib.abstract(declared, mesh, layout), 1.0)
   return params_lib.split(tree, lora.is_trainable)
 
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 import numpy as np
 
-from models import attention, kv_cache, sharding, transformer
+from models import attention, kv_cache, quantize, sharding, transformer
 from models import params as params_lib
 from models import sampling as sampling_lib
 from models.config import ModelConfig
@@ -121,9 +121,9 @@ def num_rows(num_slots: int, layout: Layout, mesh: Mesh) -> int:
 def decode_params(params, config: ModelConfig, layout: Layout, mesh: Mesh):
   """Return the tree as decoding wants it: one tree per layer, in `layout`'s shardings, matmul weights in its compute dtype.
 
-  Done once, so that no step converts, slices or gathers a weight. Norms' scales and biases keep their dtype. Adapters stay apart: merged
-  into 16-bit weights, an update smaller than their spacing is rounded away, and the sampler is not the policy that is trained (0.2 nats a
-  token apart after the first step of a LoRA run).
+  Done once, so that no step converts, slices or gathers a weight; a quantized base is multiplied out here. Norms' scales and biases keep
+  their dtype. Adapters stay apart: merged into 16-bit weights, an update smaller than their spacing is rounded away, and the sampler is not
+  the policy that is trained (0.2 nats a token apart after the first step of a LoRA run).
 
   Raises:
     ValueError: a parameter does not divide over the mesh.
@@ -136,6 +136,8 @@ def decode_params(params, config: ModelConfig, layout: Layout, mesh: Mesh):
 @functools.partial(jax.jit, static_argnames=('config', 'layout'))
 def _convert_params(params, config: ModelConfig, layout: Layout):
   def convert(weight, is_matrix, *axes):
+    if params_lib.is_quantized(weight):
+      weight = quantize.dequantize(weight, layout.dtype)
     return jax.reshard(weight.astype(layout.dtype) if is_matrix else weight, layout.spec(*axes))
 
   def leaf(spec, weight):

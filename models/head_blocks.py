@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from models import sharding
 from models.chunks import Chunks
 from models.layers import softcap as capped
+from models.slices import as_bits, dynamic_slice, from_bits, take_rows
 
 # A block of 2048 x 1024 float32 logits stays in a CPU's last-level cache; larger or smaller ones measured slower.
 BLOCK = 2048
@@ -136,20 +137,9 @@ def transposed(x) -> jax.Array:
   return with_layout_constraint(x.T, ArrayLayout(major_to_minor=(0, 1)))
 
 
-def as_bits(x) -> jax.Array:
-  """Return a 16-bit array as integers."""
-  # XLA:CPU slices and updates 16-bit floats by converting the whole array to float32 and back; their bits it moves as they are.
-  return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
-
-
-def from_bits(x, dtype) -> jax.Array:
-  """Undo `as_bits`."""
-  return lax.bitcast_convert_type(x, dtype) if jnp.dtype(dtype).itemsize == 2 else x
-
-
 def rows(x_VD, start, size: int, dtype) -> jax.Array:
   """Return the block of the head from row `start`."""
-  return from_bits(lax.dynamic_slice_in_dim(as_bits(x_VD), start, size), x_VD.dtype).astype(dtype)
+  return dynamic_slice(x_VD, (start, 0), (size, x_VD.shape[1])).astype(dtype)
 
 
 def num_blocks(vocab: int) -> int:
@@ -216,7 +206,6 @@ def logsumexp(plan: Plan, walk: dict) -> jax.Array:
 def rows_of(unembed_VD, ids, dtype) -> jax.Array:
   """Return the rows of the head of ids of any shape, numbered as by `local_ids`; 0 for those that are not this device's."""
   is_mine = (ids >= 0) & (ids < unembed_VD.shape[0])
-  # As bits: XLA's CPU backend has no 16-bit gather and would convert the whole head first.
-  found = from_bits(as_bits(unembed_VD)[jnp.where(is_mine, ids, 0)], unembed_VD.dtype)
+  found = take_rows(unembed_VD, jnp.where(is_mine, ids, 0).reshape(-1)).reshape(*ids.shape, -1)
   return jnp.where(is_mine[..., None], found, 0).astype(dtype)
 

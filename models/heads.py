@@ -27,6 +27,7 @@ import jax.numpy as jnp
 
 from models import head_blocks as blocks
 from models.layers import softcap as capped
+from models.slices import as_bits, from_bits
 
 
 def token_logprobs(hidden_BTD: jax.Array, unembed_VD: jax.Array, targets_BT: jax.Array, mask_BT: jax.Array | None = None, *,
@@ -98,7 +99,7 @@ def _walk(plan: blocks.Plan, hidden_TD, unembed_VD, targets_T=None, *, keep: boo
   if targets_T is not None:
     carry['pull_DT'] = jnp.zeros((embed, num), jnp.float32)
   if keep:
-    carry['kept_VT'] = blocks.as_bits(jnp.zeros((vocab, num), dtype))
+    carry['kept_VT'] = as_bits(jnp.zeros((vocab, num), dtype))
     carry['tops_IT'] = jnp.zeros((blocks.num_blocks(vocab), num), jnp.float32)
 
   def body(carry, block, start, size):
@@ -114,7 +115,7 @@ def _walk(plan: blocks.Plan, hidden_TD, unembed_VD, targets_T=None, *, keep: boo
       factor_VT = (jnp.where(blocks.hits(start, size, targets_T), 0, exp_VT) * slope_VT).astype(dtype)
       new['pull_DT'] = carry['pull_DT'] * shrink_T[None] + blocks.dot(blocks.transposed(block_VD), factor_VT, 0)
     if keep:
-      new['kept_VT'] = lax.dynamic_update_slice_in_dim(carry['kept_VT'], blocks.as_bits(factor_VT), start, 0)
+      new['kept_VT'] = lax.dynamic_update_slice_in_dim(carry['kept_VT'], as_bits(factor_VT), start, 0)
       new['tops_IT'] = lax.dynamic_update_index_in_dim(carry['tops_IT'], top_T, block, 0)
     return new
 
@@ -280,7 +281,7 @@ def _nll_chunk(plan, unembed_VD, dunembed_VD, arrays):
     scale_IT = weight_T[None] * jnp.exp(walk['tops_IT'] - lse_T[None])
 
     def body(dunembed_VD, block, start, size):
-      factor_VT = blocks.from_bits(lax.dynamic_slice_in_dim(walk['kept_VT'], start, size), dtype)
+      factor_VT = from_bits(lax.dynamic_slice_in_dim(walk['kept_VT'], start, size), dtype)
       scaled_TD = (hidden_TD.astype(jnp.float32) * scale_IT[block][:, None]).astype(dtype)
       sum_VD = lax.dynamic_slice_in_dim(dunembed_VD, start, size) + blocks.dot(factor_VT, scaled_TD, 0)
       return lax.dynamic_update_slice_in_dim(dunembed_VD, sum_VD, start, 0)

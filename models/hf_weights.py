@@ -7,13 +7,14 @@ that: every tensor is consumed and every parameter filled, or one error names wh
 File tensors are [outputs, inputs]; ours keep inputs first and heads apart, so a matrix of a block is transposed and its axes are merged.
 `ParamSpec.inputs` says which axes are which; the table below only holds names.
 
-Deliberately absent: vision tensors of multimodal files (skipped, and said so in the log), pickled checkpoints, PEFT adapters, arrays that
-span several hosts on export.
+Deliberately absent: vision tensors of multimodal files (skipped, and said so in the log), pickled checkpoints, adapters (`adapter_files`),
+arrays that span several hosts on export.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+import contextlib
 import json
 import math
 import os
@@ -26,7 +27,7 @@ from jax.sharding import Mesh
 import numpy as np
 
 from models import params as params_lib
-from models import presets, sharding, transformer, weight_files
+from models import presets, quantize, sharding, transformer, weight_files
 from models import tokenizer as tokenizer_lib
 from models.config import ModelConfig
 from models.params import ParamSpec
@@ -58,7 +59,7 @@ _STRIP_ROWS = 16
 DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
   """The tensor of a file that holds a parameter, or one layer of it.
 
   Attributes:
@@ -74,10 +75,14 @@ class _Piece(NamedTuple):
   layer: int | None
 
 
-def _pieces(path: str, spec: ParamSpec, config: ModelConfig, is_gguf: bool) -> list[_Piece]:
-  """Return where a parameter lies in a file, layer by layer."""
+def locate(path: str, spec: ParamSpec, config: ModelConfig, is_gguf: bool) -> list[Piece]:
+  """Return where a parameter lies in a file, layer by layer.
+
+  Args:
+    path: name of the parameter, such as 'blocks/attention/q'.
+  """
   if not path.startswith('blocks/'):
-    return [_Piece(f'{_TOP_NAMES[path][is_gguf]}.weight', spec.shape, False, None)]
+    return [Piece(f'{_TOP_NAMES[path][is_gguf]}.weight', spec.shape, False, None)]
   key, suffix = path.removeprefix('blocks/'), 'weight'
   if key.endswith('_bias'):
     key, suffix = key.removesuffix('_bias'), 'bias'
@@ -89,7 +94,7 @@ def _pieces(path: str, spec: ParamSpec, config: ModelConfig, is_gguf: bool) -> l
   if num_inputs:
     shape = (math.prod(spec.shape[1 + num_inputs:]), math.prod(spec.shape[1:1 + num_inputs]))
   prefix = 'blk' if is_gguf else 'model.layers'
-  return [_Piece(f'{prefix}.{layer}.{name}.{suffix}', shape, bool(num_inputs), layer) for layer in range(config.num_layers)]
+  return [Piece(f'{prefix}.{layer}.{name}.{suffix}', shape, bool(num_inputs), layer) for layer in range(config.num_layers)]
 
 
 # Import.
@@ -106,24 +111,26 @@ def load(path: str | os.PathLike, mesh: Mesh, layout: Layout, dtype: str = 'floa
       or a .gguf file.
     mesh: the devices the parameters go to.
     layout: which axes are split over which devices.
-    dtype: of the parameters.
+    dtype: of the parameters; or one of `quantize.KINDS`, in which the matrices of the blocks are then stored, the rest in bfloat16.
     context_length: tokens the model will be used at, as in `presets.from_hf`.
 
   Raises:
     FileNotFoundError: no such file, or a shard is missing.
     ValueError: a damaged file, an unsupported model or dtype, or tensors and parameters that do not match one to one.
   """
-  if dtype not in sharding.DTYPES:
-    raise ValueError(f'dtype={dtype!r} of the loaded parameters is unknown; use one of {sharding.DTYPES}.')
+  if dtype not in sharding.DTYPES + quantize.KINDS:
+    raise ValueError(f'dtype={dtype!r} of the loaded parameters is unknown; use one of {sharding.DTYPES + quantize.KINDS}.')
   source = weight_files.open_model(path, context_length)
   config = source.config
   specs = transformer.declare(config)
   places = params_lib.spec_shardings(specs, mesh, params_lib.replicate_indivisible(layout, mesh, config.num_kv_heads))
-  plan = {name: _pieces(name, spec, config, source.is_gguf) for name, spec in params_lib.named_leaves(specs, is_leaf=_is_spec)}
+  plan = {name: locate(name, spec, config, source.is_gguf) for name, spec in params_lib.named_leaves(specs, is_leaf=_is_spec)}
   _check_complete(source, plan)
 
   def leaf(name, spec, place):
-    return _load_leaf(source, plan[name], spec, place, np.dtype(dtype))
+    array = _load_leaf(source, plan[name], spec, place, np.dtype(quantize.plain_dtype(dtype)))
+    with jax.set_mesh(mesh):
+      return params_lib.stored(array, name, spec, dtype)
 
   return config, params_lib.map_named(leaf, specs, places, is_leaf=_is_spec)
 
@@ -132,7 +139,7 @@ def _is_spec(leaf) -> bool:
   return isinstance(leaf, ParamSpec)
 
 
-def _check_complete(source, plan: Mapping[str, list[_Piece]]) -> None:
+def _check_complete(source, plan: Mapping[str, list[Piece]]) -> None:
   """Raise one ValueError for all tensors that are missing, left over or of another shape."""
   wanted = {piece.name: piece.shape for pieces in plan.values() for piece in pieces}
   missing = [f'{name} {wanted[name]}' for name in wanted.keys() - source.shapes.keys()]
@@ -145,7 +152,7 @@ def _check_complete(source, plan: Mapping[str, list[_Piece]]) -> None:
                      'model has parts that are not computed here.')
 
 
-def _load_leaf(source, pieces: list[_Piece], spec: ParamSpec, place, dtype: np.dtype) -> jax.Array:
+def _load_leaf(source, pieces: list[Piece], spec: ParamSpec, place, dtype: np.dtype) -> jax.Array:
   parts: dict[str, np.ndarray] = {}
   whole = tuple(slice(0, size) for size in spec.shape)
 
@@ -160,7 +167,7 @@ def _load_leaf(source, pieces: list[_Piece], spec: ParamSpec, place, dtype: np.d
   return jax.make_array_from_callback(spec.shape, place, part, dtype)
 
 
-def _assemble(source, pieces: list[_Piece], spec: ParamSpec, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+def _assemble(source, pieces: list[Piece], spec: ParamSpec, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
   """Return the part `index` of a parameter."""
   if pieces[0].layer is None:
     return source.read(pieces[0].name, index, dtype)
@@ -219,7 +226,6 @@ def export(directory: str | os.PathLike, config: ModelConfig, params, *, dtype: 
     FileExistsError: the directory is not empty.
     ValueError: adapters that are not merged, a tree that is not this model's, or one that the family's class cannot express.
   """
-  directory = Path(directory).absolute()
   if dtype not in sharding.DTYPES:
     raise ValueError(f'dtype={dtype!r} of the exported weights is unknown; use one of {sharding.DTYPES}.')
   if max_shard_bytes < 1:
@@ -227,14 +233,27 @@ def export(directory: str | os.PathLike, config: ModelConfig, params, *, dtype: 
   check_target(directory, overwrite)
   tensors = _tensors(config, params)
   table = presets.to_hf(config, dtype, _token_ids(tokenizer, config))
-  directory.parent.mkdir(parents=True, exist_ok=True)
-  partial = directory.with_name(f'.{directory.name}.{os.getpid()}.partial')
-  partial.mkdir()
-  try:
+  with new_directory(directory, overwrite) as partial:
     _write_weights(partial, tensors, np.dtype(dtype), max_shard_bytes)
     (partial / 'config.json').write_text(json.dumps(table, indent=2) + '\n')
     if tokenizer is not None:
       tokenizer_lib.save(tokenizer, partial)
+
+
+@contextlib.contextmanager
+def new_directory(directory: str | os.PathLike, overwrite: bool) -> Iterator[Path]:
+  """Give a directory to fill; it gets its name when the block ends, and is gone if the block fails.
+
+  Raises:
+    FileExistsError: as `check_target`.
+  """
+  check_target(directory, overwrite)
+  directory = Path(directory).absolute()
+  directory.parent.mkdir(parents=True, exist_ok=True)
+  partial = directory.with_name(f'.{directory.name}.{os.getpid()}.partial')
+  partial.mkdir()
+  try:
+    yield partial
     _put(partial, directory)
   finally:
     shutil.rmtree(partial, ignore_errors=True)
@@ -265,7 +284,7 @@ def _token_ids(tokenizer: tokenizer_lib.Tokenizer | None, config: ModelConfig) -
           'pad_token_id': tokenizer.pad_id}
 
 
-def _tensors(config: ModelConfig, params) -> list[tuple[_Piece, ParamSpec, jax.Array]]:
+def _tensors(config: ModelConfig, params) -> list[tuple[Piece, ParamSpec, jax.Array]]:
   """Return every tensor of the files in the order of the model, and where its values are.
 
   Raises:
@@ -284,17 +303,17 @@ def _tensors(config: ModelConfig, params) -> list[tuple[_Piece, ParamSpec, jax.A
   remote = [name for name, leaf in leaves.items() if not leaf.is_fully_addressable]
   if remote:
     raise ValueError(f'{some(remote)} lie partly on other hosts; bring the parameters onto one host before export.')
-  entries = [(piece, spec, leaves[name]) for name, spec in specs.items() for piece in _pieces(name, spec, config, False)]
+  entries = [(piece, spec, leaves[name]) for name, spec in specs.items() for piece in locate(name, spec, config, False)]
   return sorted(entries, key=lambda entry: _file_order(entry[0]))
 
 
-def _file_order(piece: _Piece) -> int:
+def _file_order(piece: Piece) -> int:
   if piece.layer is not None:
     return piece.layer
   return -1 if piece.name == f'{_TOP_NAMES["embedding"][0]}.weight' else 1 << 30
 
 
-def _write_weights(directory: Path, tensors: list[tuple[_Piece, ParamSpec, jax.Array]], dtype: np.dtype, max_shard_bytes: int) -> None:
+def _write_weights(directory: Path, tensors: list[tuple[Piece, ParamSpec, jax.Array]], dtype: np.dtype, max_shard_bytes: int) -> None:
   shards, sizes = [[]], [0]
   for entry in tensors:
     size = math.prod(entry[0].shape) * dtype.itemsize
@@ -313,7 +332,7 @@ def _write_weights(directory: Path, tensors: list[tuple[_Piece, ParamSpec, jax.A
     (directory / weight_files.INDEX_FILE).write_text(json.dumps(index, indent=2) + '\n')
 
 
-def _file_tensor(piece: _Piece, spec: ParamSpec, leaf: jax.Array, dtype: np.dtype) -> np.ndarray:
+def _file_tensor(piece: Piece, spec: ParamSpec, leaf: jax.Array, dtype: np.dtype) -> np.ndarray:
   """Return a tensor as the file holds it, brought together from the shards of the parameter."""
   first = 0 if piece.layer is None else 1
   values = np.empty(leaf.shape[first:], dtype)

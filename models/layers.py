@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from models import sharding
 from models.config import ModelConfig
+from models.quantize import QuantArray, dequantize
 from models.sharding import Layout, LoraArray
 
 _ACTIVATIONS = {
@@ -103,6 +104,7 @@ class _MlpPlan(NamedTuple):
     tokens = jax.typeof(x_BTD).sharding.spec
     specs = {name: jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, weight) for name, weight in weights.items()}
     gate = specs['gate'].base if isinstance(specs['gate'], LoraArray) else specs['gate']
+    gate = gate.values if isinstance(gate, QuantArray) else gate
     plan = cls(config.activation, layout.mlp_chunk, tokens, tuple(specs.items()), _axes(*tokens), _axes(gate[1]))
     stored = {axis for spec in jax.tree.leaves(specs) for axis in _axes(*spec)} - set(plan.hidden_axes)
     if _axes(tokens[2]) or stored - set(plan.token_axes):
@@ -161,11 +163,13 @@ def _mlp_backward(plan, saved, dout_BTD):
       dgate_TF, dup_TF = gate_pull(dinner_TF.astype(dtype))
       dx_gate, gate = _pull(x_TD, whole['gate'], dgate_TF)
       dx_up, up = _pull(x_TD, whole['up'], dup_TF)
-      total = jax.tree.map(jnp.add, total, {'gate': gate, 'up': up, 'down': down})
+      grads = {'gate': gate, 'up': up, 'down': down}
+      total = {name: jax.tree.map(jnp.add, total[name], grads[name]) for name in total}
       return total, _sum_hidden(plan, dx_gate + dx_up).astype(dtype)
 
     varying = plan.token_axes + plan.hidden_axes
-    zeros = jax.tree.map(lambda leaf: lax.pcast(jnp.zeros(leaf.shape, jnp.float32), varying, to='varying'), _trained(whole))
+    zeros = jax.tree.map(lambda leaf: lax.pcast(jnp.zeros(leaf.shape, jnp.float32), varying, to='varying'),
+                         {name: _trained(whole)[name] for name in _trained(weights)})
     total, dx = lax.scan(one, zeros, (_cut(plan, x_BTD), _cut(plan, dout_BTD)))
     grads = jax.tree.map(functools.partial(_reduced, plan), total, _trained(dict(plan.weights)))
     return _uncut(dx, x_BTD), jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, _trained(weights))
@@ -173,7 +177,7 @@ def _mlp_backward(plan, saved, dout_BTD):
   specs = dict(plan.weights)
   dx_BTD, grads = jax.shard_map(device, in_specs=(plan.tokens, specs, plan.tokens), out_specs=(plan.tokens, _trained(specs)))(
       x_BTD, weights, dout_BTD)
-  return dx_BTD, {name: LoraArray(None, *grads[name], weight.scale) if isinstance(weight, LoraArray) else grads[name]
+  return dx_BTD, {name: LoraArray(None, *grads[name], weight.scale) if isinstance(weight, LoraArray) else grads.get(name)
                   for name, weight in weights.items()}
 
 
@@ -214,8 +218,9 @@ def _pull(x, weight, dy) -> tuple[jax.Array, Any]:
 
 
 def _trained(weights) -> dict[str, Any]:
-  """Return what has a gradient: a weight, or the two adapters beside a frozen one."""
-  return {name: (weight.a, weight.b) if isinstance(weight, LoraArray) else weight for name, weight in weights.items()}
+  """Return what has a gradient: a weight, or the two adapters beside a frozen one; nothing of a quantized weight."""
+  return {name: (weight.a, weight.b) if isinstance(weight, LoraArray) else weight
+          for name, weight in weights.items() if not isinstance(weight, QuantArray)}
 
 
 def _stored_axes(plan: _MlpPlan, part) -> tuple[str, ...]:
@@ -225,14 +230,18 @@ def _stored_axes(plan: _MlpPlan, part) -> tuple[str, ...]:
 
 def _gathered(plan: _MlpPlan, weights, dtype) -> dict[str, Any]:
   """Return the weights in the compute dtype, whole but for the axes that split F."""
-  def leaf(weight, spec):
-    weight = weight.astype(dtype)
+  def gather(weight, spec):
     for dim, part in enumerate(spec):
       if _stored_axes(plan, part):
         weight = lax.all_gather(weight, _stored_axes(plan, part), axis=dim, tiled=True)
     return weight
 
-  return jax.tree.map(leaf, weights, dict(plan.weights))
+  def leaf(weight, spec):
+    if isinstance(weight, QuantArray):
+      return dequantize(jax.tree.map(gather, weight, spec), dtype)
+    return gather(weight.astype(dtype), spec)
+
+  return jax.tree.map(leaf, weights, dict(plan.weights), is_leaf=lambda leaf: isinstance(leaf, QuantArray))
 
 
 def _reduced(plan: _MlpPlan, grad, spec: P) -> jax.Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import fnmatch
 import math
 
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from models import params as params_lib
+from models import quantize
 from models.params import ParamSpec
 from models.sharding import Layout, LoraArray
 
@@ -50,28 +51,47 @@ def declare(specs, rank: int, targets: Sequence[str]):
   return found
 
 
+def scale_of(rank: int, alpha: float, rank_stabilized: bool) -> float:
+  """Return the factor of a b: alpha / rank, or alpha / sqrt(rank) when rank-stabilized."""
+  return alpha / (math.sqrt(rank) if rank_stabilized else rank)
+
+
 def attach(params, specs, *, rank: int, alpha: float, targets: Sequence[str], rank_stabilized: bool, seed: int, mesh: Mesh,
            layout: Layout, dtype: str = 'float32'):
   """Return the tree with a LoraArray in the place of every targeted weight; at first the model computes what it did before."""
-  adapters = declare(specs, rank, targets)
-  values = params_lib.init({name: {'a': a, 'b': b} for name, (a, b) in adapters.items()}, seed, mesh, layout, dtype)
-  scale = alpha / (math.sqrt(rank) if rank_stabilized else rank)
+  values = params_lib.init(declare(specs, rank, targets), seed, mesh, layout, dtype)
+  return beside(params, values, scale_of(rank, alpha, rank_stabilized))
+
+
+def beside(params, adapters: Mapping[str, tuple], scale: float):
+  """Return the tree with the adapters, {path: (a, b)} as of `declare`, beside their weights; leaves of any kind."""
 
   def leaf(name, weight):
-    return LoraArray(weight, values[name]['a'], values[name]['b'], scale) if name in adapters else weight
+    return LoraArray(weight, *adapters[name], scale) if name in adapters else weight
 
-  return params_lib.map_named(leaf, params)
+  return params_lib.map_named(leaf, params, is_leaf=params_lib.is_quantized)
 
 
-def merge(params):
-  """Return the tree with every LoraArray replaced by base + scale a b, in the base's dtype and sharding; call under a mesh."""
+def merge(params, dtype: str | None = None):
+  """Return the tree with every LoraArray replaced by base + scale a b, and every QuantArray by what it stands for; call under a mesh.
+
+  Args:
+    dtype: of all weights; None leaves the base's, which is bfloat16 for a quantized one. A merged weight is never quantized again, which
+      would round most of the update away.
+  """
 
   def leaf(weight):
-    if not isinstance(weight, LoraArray):
-      return weight
-    depth, rank = weight.a.shape[0], weight.a.shape[-1]
-    update = jnp.einsum('LIR,LRO->LIO', weight.a.astype(jnp.float32).reshape(depth, -1, rank),
-                        weight.b.astype(jnp.float32).reshape(depth, rank, -1)).reshape(weight.base.shape)
-    return (weight.base.astype(jnp.float32) + weight.scale * update).astype(weight.base.dtype)
+    is_lora = params_lib.is_lora(weight)
+    base = weight.base if is_lora else weight
+    is_quantized = params_lib.is_quantized(base)
+    wanted = dtype or (quantize.PLAIN_DTYPE if is_quantized else base.dtype)
+    if is_quantized:
+      base = quantize.dequantize(base, jnp.float32)
+    if is_lora:
+      depth, rank = weight.a.shape[0], weight.a.shape[-1]
+      update = jnp.einsum('LIR,LRO->LIO', weight.a.astype(jnp.float32).reshape(depth, -1, rank),
+                          weight.b.astype(jnp.float32).reshape(depth, rank, -1)).reshape(base.shape)
+      base = base.astype(jnp.float32) + weight.scale * update
+    return base.astype(wanted)
 
-  return jax.tree.map(leaf, params, is_leaf=params_lib.is_lora)
+  return jax.tree.map(leaf, params, is_leaf=lambda leaf: params_lib.is_lora(leaf) or params_lib.is_quantized(leaf))

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from models import prng, sharding
+from models import prng, quantize, sharding
+from models.quantize import QuantArray
 from models.sharding import Layout, LoraArray
 
 Tree = Any
@@ -87,9 +88,24 @@ def replicate_indivisible(layout: Layout, mesh: Mesh, num_kv_heads: int) -> Layo
 
 
 def abstract(specs: Tree, mesh: Mesh, layout: Layout, dtype: str = 'float32') -> Tree:
-  """Return ShapeDtypeStructs with shardings: what a checkpoint or weight file is restored to."""
-  return jax.tree.map(lambda spec, place: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype), sharding=place),
-                      specs, spec_shardings(specs, mesh, layout), is_leaf=_is_spec)
+  """Return ShapeDtypeStructs with shardings, of a float dtype or one of `quantize.KINDS`: what a checkpoint or weight file is restored to."""
+
+  def leaf(name, spec, place):
+    array = jax.ShapeDtypeStruct(spec.shape, jnp.dtype(quantize.plain_dtype(dtype)), sharding=place)
+    with jax.set_mesh(mesh):
+      made = jax.eval_shape(lambda array: stored(array, name, spec, dtype), array)
+    return jax.tree.map(lambda part: part.update(sharding=NamedSharding(mesh, part.sharding.spec)), made) if is_quantized(made) else array
+
+  return map_named(leaf, specs, spec_shardings(specs, mesh, layout), is_leaf=_is_spec)
+
+
+def stored(array: jax.Array, name: str, spec: ParamSpec, dtype: str) -> jax.Array | QuantArray:
+  """Return a parameter as it is stored where the frozen ones are of `dtype`: a QuantArray if that is a kind of it and this a block's matrix."""
+  if dtype not in quantize.KINDS or not name.startswith('blocks/') or not spec.inputs:
+    return array
+  # Blocks of values keep to axes that are not split over `fsdp`, which may have more devices than an axis has blocks.
+  block_axis = max(axis for axis, logical in enumerate(spec.axes) if logical != 'embed') - len(spec.axes)
+  return quantize.quantize(array, dtype, inputs=spec.inputs, block_axis=block_axis)
 
 
 def init(specs: Tree, seed: int, mesh: Mesh, layout: Layout, dtype: str = 'float32') -> Tree:
@@ -130,6 +146,10 @@ def count(tree: Tree) -> int:
 
 def is_lora(leaf) -> bool:
   return isinstance(leaf, LoraArray)
+
+
+def is_quantized(leaf) -> bool:
+  return isinstance(leaf, QuantArray)
 
 
 def unstack(blocks: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:

@@ -9,7 +9,8 @@ gathers it; gradients come back with the parameters' shardings, and a wrong layo
 What XLA's CPU backend teaches (measured): a bf16 dot is native only when it is asked for a float32 result, in backward too. Left to JAX,
 the transposed dots get float32 cotangents and fall off that path (2x slower), so the linear map has its own backward.
 
-Leaves of a parameter tree are arrays or `LoraArray`s; only this file looks inside. The algorithm that makes a LoraArray is `lora`'s.
+Leaves of a parameter tree are arrays, `QuantArray`s or `LoraArray`s; only this file and the MLP in chunks (`layers`) look inside. The
+algorithms that make them are `quantize`'s and `lora`'s.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from jax.experimental import mesh_utils
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
+
+from models.quantize import QuantArray, dequantize
 
 # Slow networks first: neighbors in the last axis talk the most. `seq` and `ulysses` split the length of rows: around a ring of `seq`, and
 # over `ulysses` by exchanging tokens for heads (see `ring_attention`).
@@ -197,12 +200,12 @@ class LoraArray:
   """A weight W plus a low-rank update: W + scale a b (arXiv:2106.09685 eq. 3).
 
   Attributes:
-    base: the frozen weight, its input axes first.
+    base: the frozen weight, its input axes first; an array or a QuantArray.
     a: [*inputs, R].
     b: [R, *outputs].
     scale: alpha / R, or alpha / sqrt(R) when rank-stabilized (arXiv:2312.03732).
   """
-  base: jax.Array
+  base: jax.Array | QuantArray
   a: jax.Array
   b: jax.Array
   scale: float = struct.field(pytree_node=False)
@@ -213,11 +216,11 @@ def constrain(x: jax.Array, layout: Layout, *logical: str | None) -> jax.Array:
   return jax.reshard(x, layout.spec(*logical))
 
 
-def einsum(expression: str, x: jax.Array, weight: jax.Array | LoraArray, layout: Layout, *out_axes: str | None) -> jax.Array:
+def einsum(expression: str, x: jax.Array, weight: jax.Array | QuantArray | LoraArray, layout: Layout, *out_axes: str | None) -> jax.Array:
   """Multiply an activation by a weight; the result has logical axes `out_axes` and the layout's compute dtype.
 
   Operands are cast to the compute dtype, sums are float32, a weight split over the batch's mesh axes is gathered, and its gradient is
-  reduced straight to the weight's own sharding and dtype.
+  reduced straight to the weight's own sharding and dtype. A QuantArray has no gradient.
   """
   if isinstance(weight, LoraArray):
     inputs, rest = expression.split(',')
@@ -234,7 +237,7 @@ def einsum(expression: str, x: jax.Array, weight: jax.Array | LoraArray, layout:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _linear(expression, out_spec, x, weight):
-  return _dot(expression, x, gathered(weight.astype(x.dtype)), out_spec).astype(x.dtype)
+  return _dot(expression, x, _ready(weight, x.dtype), out_spec).astype(x.dtype)
 
 
 def _linear_forward(expression, out_spec, x, weight):
@@ -247,12 +250,25 @@ def _linear_backward(expression, out_spec, saved, gradient):
   inputs, rest = expression.split(',')
   letters, outputs = rest.split('->')
   gradient = gradient.astype(x.dtype)
-  dx = _dot(f'{outputs},{letters}->{inputs}', gradient, gathered(weight.astype(x.dtype)), jax.typeof(x).sharding.spec)
+  is_quantized = isinstance(weight, QuantArray)
+  if is_quantized:
+    # Ties the weight to the gradient, so that it is not forward's that is kept.
+    weight, gradient = jax.lax.optimization_barrier((weight, gradient))
+  dx = _dot(f'{outputs},{letters}->{inputs}', gradient, _ready(weight, x.dtype), jax.typeof(x).sharding.spec)
+  if is_quantized:
+    return dx.astype(x.dtype), None
   dweight = _dot(f'{inputs},{outputs}->{letters}', x, gradient, jax.typeof(weight).sharding.spec)
   return dx.astype(x.dtype), dweight.astype(weight.dtype)
 
 
 _linear.defvjp(_linear_forward, _linear_backward)
+
+
+def _ready(weight: jax.Array | QuantArray, dtype) -> jax.Array:
+  """Return a weight as a matmul takes it; a quantized one travels as it is stored."""
+  if isinstance(weight, QuantArray):
+    return dequantize(jax.tree.map(gathered, weight), dtype)
+  return gathered(weight.astype(dtype))
 
 
 def _dot(expression, a, b, spec):

@@ -35,6 +35,19 @@ class Policy(NamedTuple):
   chat_template: str
 
 
+class Adapters(NamedTuple):
+  """What `load_adapters` returns.
+
+  Attributes:
+    params: the model's tree with LoraArrays whose base is None, and None for all else.
+    base: path of the pretrained model they belong to.
+  """
+  config: ModelConfig
+  params: Params
+  settings: LoraConfig
+  base: str
+
+
 class _Run(NamedTuple):
   """What a run of any stage was trained from.
 
@@ -103,8 +116,29 @@ def load_params(path: str | Path, mesh: Mesh, layout: Layout, dtype: str, step: 
   _, adapters, frozen = load_trainable(run.model, run.lora, run.seed, mesh, layout)
   adapters = checkpoint.read_params(directory, learner.abstract_state(adapters), step)
   with jax.set_mesh(mesh):
-    merged = lora.merge(params_lib.combine(adapters, frozen))
-  return config, jax.tree.map(lambda leaf: leaf.astype(dtype), merged)
+    return config, lora.merge(params_lib.combine(adapters, frozen), dtype)
+
+
+def load_adapters(path: str | Path, mesh: Mesh, layout: Layout, step: int | None = None) -> Adapters:
+  """Load only the adapters of a run, at `step` (default: its newest checkpoint); the base is not read.
+
+  Raises:
+    FileNotFoundError: the path or the step is not there.
+    ValueError: no run, or one that trained every parameter.
+  """
+  run = _read_run(path, step)
+  if run is None:
+    raise ValueError(f'{path} is no run directory ({CHECKPOINTS} is missing), so it has no adapters; only a run with lora.rank > 0 has.')
+  if run.lora.rank == 0:
+    raise ValueError(f'{path} is a run that trained every parameter (lora.rank=0) and has no adapters; export its whole model instead.')
+  config = run.extend(weight_files.read_config(run.model.path))
+  layout = params_lib.replicate_indivisible(layout, mesh, config.num_kv_heads)
+  specs, settings = transformer.declare(config), run.lora
+  tree = lora.beside(params_lib.abstract(specs, mesh, layout),
+                     params_lib.abstract(lora.declare(specs, settings.rank, settings.targets), mesh, layout),
+                     lora.scale_of(settings.rank, settings.alpha, settings.rank_stabilized))
+  trainable, _ = params_lib.split(tree, lora.is_trainable)
+  return Adapters(config, checkpoint.read_params(Path(path) / CHECKPOINTS, trainable, step), settings, run.model.path)
 
 
 def _read_run(path: str | Path, step: int | None) -> _Run | None:

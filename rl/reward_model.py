@@ -154,9 +154,9 @@ def load(path: str | Path, mesh: Mesh, layout: Layout, dtype: str, step: int | N
   trainable, frozen = scalar_head.attach(*parts, model, len(dimensions), mesh, layout)
   trainable = checkpoint.read_params(directory, learner.abstract_state(trainable), step)
   with jax.set_mesh(mesh):
-    params = lora.merge(params_lib.combine(trainable, frozen))
-  head = params.pop(SCALAR_HEAD)  # Stays float32.
-  params = {**jax.tree.map(lambda leaf: leaf.astype(dtype), params), SCALAR_HEAD: head}
+    params = params_lib.combine(trainable, frozen)
+    head = params.pop(SCALAR_HEAD)  # Stays float32.
+    params = {**lora.merge(params, dtype), SCALAR_HEAD: head}
   return RewardModel(path, step, model, params, tokenizer_lib.load(source.path), chat.TEMPLATES[source.chat_template], dimensions,
                      read_calibrations(path, step), layout, mesh)
 

@@ -36,11 +36,12 @@ class ModelSource:
   Attributes:
     path: a Hugging Face directory (config.json, safetensors, tokenizer files) or a .gguf file.
     chat_template: how messages become tokens, one of `chat.TEMPLATES`; 'plain' suits base models.
-    frozen_dtype: of weights that are not trained (LoRA's base); trained ones are float32.
+    frozen_dtype: of weights that are not trained (LoRA's base); trained ones are float32. 'int8' and 'nf4' quantize the matrices of the
+      blocks (see `models.quantize`), and the rest is bfloat16.
   """
   path: str
   chat_template: str = 'plain'
-  frozen_dtype: Literal['float32', 'bfloat16'] = 'bfloat16'
+  frozen_dtype: Literal['float32', 'bfloat16', 'int8', 'nf4'] = 'bfloat16'
 
   def __post_init__(self):
     if self.chat_template not in chat.TEMPLATES:

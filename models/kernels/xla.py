@@ -18,6 +18,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from models.layers import softcap
+from models.slices import dynamic_slice
 
 # Queries and keys of a block at most; the scores of one head of a pair of blocks then stay in the cache of a core.
 BLOCK = 256
@@ -184,7 +185,7 @@ class _Blocks:
 
   def _take(self, x, starts, sizes):
     rest = x.ndim - len(starts)
-    return lax.dynamic_slice(x, (*starts, *[0] * rest), (*sizes, *x.shape[x.ndim - rest:]))
+    return dynamic_slice(x, (*starts, *[0] * rest), (*sizes, *x.shape[x.ndim - rest:]))
 
   def possible(self, tile, *, query=None, key=None):
     """Return which blocks of keys may be visible to a block of queries, or which blocks of queries may see a block of keys."""

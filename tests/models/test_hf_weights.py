@@ -377,8 +377,8 @@ def test_paths_that_hold_no_model(saved, tmp_path, no_device):
   (tmp_path / 'pytorch_model.bin').write_bytes(b'')
   with pytest.raises(ValueError, match=r'pytorch_model\.bin is neither \.gguf nor \.safetensors; pickled'):
     load(tmp_path / 'pytorch_model.bin')
-  with pytest.raises(ValueError, match=r"dtype='int8' of the loaded parameters is unknown; use one of \('float32', 'bfloat16'"):
-    load(path, dtype='int8')
+  with pytest.raises(ValueError, match=r"dtype='int4' of the loaded parameters is unknown; use one of \('float32', 'bfloat16'"):
+    load(path, dtype='int4')
   (path / 'model.safetensors').unlink()
   with pytest.raises(FileNotFoundError, match='has neither model.safetensors nor model.safetensors.index.json'):
     load(path)

@@ -15,8 +15,9 @@ def run_python(code, **environment):
   return subprocess.run([sys.executable, '-c', code], env={**clean, **environment}, capture_output=True, text=True, check=False)
 
 
-def test_flag_is_set_in_this_process():
+def test_flags_are_set_in_this_process():
   assert f'{startup.MISCOMPILE_FLAG}=-reduce' in os.environ['XLA_FLAGS']
+  assert '--xla_cpu_enable_concurrency_optimized_scheduler=false' in os.environ['XLA_FLAGS']
   assert startup.canary() < 1e-5
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import lora, sharding, transformer
+from models import lora, quantize, sharding, transformer
 from models import params as params_lib
 from rl.rollout import weights
 from rl.rollout.weights import Publisher
@@ -62,6 +62,21 @@ def test_another_policy_is_noticed(monkeypatch):
 def test_two_leaves_that_are_swapped_change_the_checksum():
   a, b = jnp.arange(6.0), jnp.arange(6.0) + 1
   assert int(weights._checksum({'x': a, 'y': b})) != int(weights._checksum({'x': b, 'y': a}))
+
+
+@pytest.mark.parametrize('kind', quantize.KINDS)
+def test_a_quantized_base_is_published_as_it_trains(kind):
+  mesh = sharding.make_mesh(devices=jax.devices()[:2], fsdp=2)
+  tree, specs = make(mesh), transformer.declare(CONFIG)
+  with jax.set_mesh(mesh):
+    tree = params_lib.map_named(lambda name, spec, leaf: params_lib.stored(leaf, name, spec, kind), specs, tree,
+                                is_leaf=lambda leaf: isinstance(leaf, params_lib.ParamSpec))
+  params = lora.attach(tree, specs, rank=4, alpha=4.0, targets=('q', 'down'), rank_stabilized=True, seed=1, mesh=mesh, layout=sharding.TRAIN)
+  publisher = make_publisher(mesh)
+  before = publisher.publish(params, 0)
+  moved = publisher.publish(params_lib.map_named(lambda name, leaf: leaf + 1e-3 if name.endswith('/b') else leaf, params), 1)
+  assert moved.probe_diff_nats < 1e-5 and moved.checksum != before.checksum
+  assert not any(params_lib.is_quantized(leaf) for leaf in jax.tree.leaves(moved.params, is_leaf=params_lib.is_quantized))
 
 
 def test_small_updates_of_adapters_are_not_rounded_away():
