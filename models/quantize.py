@@ -102,6 +102,7 @@ def _divisor(scale: jax.Array) -> jax.Array:
   return jnp.where(scale == 0, 1, scale)
 
 
+@functools.partial(jax.jit, static_argnames='dtype')
 def dequantize(weight: QuantArray, dtype: str | jnp.dtype) -> jax.Array:
   """Return the weight as an array."""
   values, scale, axis = weight.values, weight.scale, weight.block_axis
