@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 import contextlib
+from dataclasses import dataclass
 import logging
 from pathlib import Path
 import time
@@ -21,15 +22,51 @@ from jax.sharding import Mesh
 from models import params as params_lib
 from models import transformer
 from models.config import ModelConfig
-from rl import checkpoint, monitor
+from rl import checkpoint, monitor, optimizer
 from rl import config as config_lib
 from rl import learner as learner_lib
 from rl import metrics as metrics_lib
 from rl import run as run_lib
 from rl.learner import Learner
+from rl.optimizer import OptimizerConfig
+from rl.run import LayoutConfig, LoraConfig, MeshConfig, ModelSource
 from rl.types import HostState, Params, TrainState
 
 _LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfflineConfig:
+  """What the runs of all these stages are told; the record of a stage adds its data and its loss.
+
+  Attributes:
+    num_steps: optimizer steps of the whole run; the schedule ends there.
+    seed: root of everything random.
+    checkpoint_every_steps, checkpoints_kept: when to save, and how many of the newest to keep.
+    eval_every_steps: steps between evaluations on the held-out split; 0 never evaluates.
+    cpu_devices: simulated devices when running on CPU; read by `launch.train` before JAX starts.
+  """
+  model: ModelSource
+  num_steps: int
+  seed: int = 0
+  lora: LoraConfig = LoraConfig()
+  mesh: MeshConfig = MeshConfig()
+  layout: LayoutConfig = LayoutConfig()
+  optimizer: OptimizerConfig = OptimizerConfig()
+  checkpoint_every_steps: int = 100
+  checkpoints_kept: int = 2
+  eval_every_steps: int = 0
+  cpu_devices: int = 1
+
+  def __post_init__(self):
+    self.check_at_least(num_steps=1, seed=0, checkpoint_every_steps=1, checkpoints_kept=1, eval_every_steps=0, cpu_devices=1)
+    optimizer.schedule(self.optimizer, self.num_steps)
+
+  def check_at_least(self, **bounds: int) -> None:
+    """Raise ValueError for a field below its bound."""
+    for name, least in bounds.items():
+      if getattr(self, name) < least:
+        raise ValueError(f'{name}={getattr(self, name)} must be at least {least}.')
 
 
 class Taken(Protocol):
@@ -73,12 +110,12 @@ class Stage(Protocol):
     """Return what is reported of a step's data."""
 
 
-def run(config: Any, make_stage: Callable[[], tuple[Stage, Params]], workdir: str | Path, *, defaults: Any,
+def run(config: OfflineConfig, make_stage: Callable[[], tuple[Stage, Params]], workdir: str | Path, *, defaults: Any,
         free_on_resume: Sequence[str], last_step: int | None = None, length: int | None = None) -> dict[str, float]:
   """Train to `last_step` of `config.num_steps`, from the newest checkpoint in `workdir` if there is one; return the last evaluation (or {}).
 
   Args:
-    config: a stage's record, with the fields that `train.TrainConfig` has beside its data.
+    config: a stage's record; `config.data.length` are the tokens of a row.
     make_stage: checks everything a run needs and returns it with the initial trainable parameters.
     defaults: a record of the same kind, to say what differs from it.
     free_on_resume: beginnings of the config's keys that a resumed run may change.

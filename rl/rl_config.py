@@ -150,7 +150,7 @@ class RLConfig:
     critic: of estimator='gae'.
     teacher: a model that the policy learns from at what it samples itself.
     max_probe_diff_nats: how much trained and published weights may differ on the probe, by their precision.
-    Others: as in `train.TrainConfig`.
+    Others: as in `offline.OfflineConfig`.
   """
   model: ModelSource
   domains: dict[str, DomainConfig]

@@ -30,9 +30,9 @@ from rl.batching import Place
 from rl.data import records, tasks, token_files
 from rl.data.loader import Loader, Step
 from rl.learner import Learner
-from rl.optimizer import OptimizerConfig
+from rl.offline import OfflineConfig
 from rl.phases import Phase, PhaseConfig
-from rl.run import LayoutConfig, LoraConfig, MeshConfig, ModelSource
+from rl.run import ModelSource
 from rl.types import Document, Params, TrainState
 
 # What a resumed run may change; everything else decides what is computed. Of the phases, those to come.
@@ -62,41 +62,22 @@ class DataConfig:
   aggregation: Literal['token_mean', 'sequence_mean', 'token_sum'] = 'token_mean'
 
 
-@dataclass(frozen=True)
-class TrainConfig:
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(OfflineConfig):
   """A supervised run.
 
   Attributes:
-    num_steps: optimizer steps of the whole run; the schedule ends there.
     phases: of other rows and another RoPE, one after the other; () is one of the data's settings.
-    seed: root of everything random.
-    checkpoint_every_steps, checkpoints_kept: when to save, and how many of the newest to keep.
-    eval_every_steps: steps between evaluations on the held-out split; 0 never evaluates.
     eval_documents: how many held-out documents an evaluation reads; 0 reads all.
-    cpu_devices: simulated devices when running on CPU; read by `launch.train` before JAX starts.
   """
-  model: ModelSource
   data: DataConfig
-  num_steps: int
   phases: tuple[PhaseConfig, ...] = ()
   stage: Literal['supervised'] = 'supervised'
-  seed: int = 0
-  lora: LoraConfig = LoraConfig()
-  mesh: MeshConfig = MeshConfig()
-  layout: LayoutConfig = LayoutConfig()
-  optimizer: OptimizerConfig = OptimizerConfig()
-  checkpoint_every_steps: int = 100
-  checkpoints_kept: int = 2
-  eval_every_steps: int = 0
   eval_documents: int = 256
-  cpu_devices: int = 1
 
   def __post_init__(self):
-    for name, least in (('num_steps', 1), ('checkpoint_every_steps', 1), ('checkpoints_kept', 1), ('eval_every_steps', 0),
-                        ('eval_documents', 0), ('seed', 0), ('cpu_devices', 1)):
-      if getattr(self, name) < least:
-        raise ValueError(f'{name}={getattr(self, name)} must be at least {least}.')
-    optimizer.schedule(self.optimizer, self.num_steps)
+    super().__post_init__()
+    self.check_at_least(eval_documents=0)
     self.plan()
 
   def plan(self) -> tuple[Phase, ...]:
@@ -124,7 +105,7 @@ def encode(example: records.Example, tokenizer: Tokenizer, template: chat.Templa
 
 def run(config: TrainConfig, workdir: str | Path) -> dict[str, float]:
   """Train to `num_steps`, from the newest checkpoint in `workdir` if there is one; return the last evaluation; raises as `offline.run`."""
-  defaults = TrainConfig(ModelSource(config.model.path), DataConfig(config.data.tasks), config.num_steps)
+  defaults = TrainConfig(model=ModelSource(config.model.path), data=DataConfig(config.data.tasks), num_steps=config.num_steps)
   directory = Path(workdir) / run_lib.CHECKPOINTS
   mixture = open_data(config.data)
   plan, results = config.plan(), {}

@@ -33,8 +33,8 @@ from rl.batching import Place
 from rl.data import records, tasks
 from rl.data.loader import Step
 from rl.losses_distillation import DistillationLossConfig, TeacherSource
-from rl.optimizer import OptimizerConfig
-from rl.run import LayoutConfig, LoraConfig, MeshConfig, ModelSource
+from rl.offline import OfflineConfig
+from rl.run import ModelSource
 from rl.teacher import Teacher
 from rl.teacher_words import TeacherWords
 from rl.types import Batch, Document, Params, TrainState
@@ -45,34 +45,20 @@ _FREE_ON_RESUME = ('checkpoint_every_steps', 'checkpoints_kept', 'eval_every_ste
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillationConfig:
-  """A run that makes a student like its teacher; fields as in `train.TrainConfig`, the model being the student."""
-  model: ModelSource
+class DistillationConfig(OfflineConfig):
+  """A run that makes a student, the model, like its teacher; `eval_documents`: how many held-out ones an evaluation reads, 0 is all."""
   teacher: TeacherSource
   data: train.DataConfig
-  num_steps: int
   stage: Literal['distillation'] = 'distillation'
   loss: DistillationLossConfig = DistillationLossConfig()
-  seed: int = 0
-  lora: LoraConfig = LoraConfig()
-  mesh: MeshConfig = MeshConfig()
-  layout: LayoutConfig = LayoutConfig()
-  optimizer: OptimizerConfig = OptimizerConfig()
-  checkpoint_every_steps: int = 100
-  checkpoints_kept: int = 2
-  eval_every_steps: int = 0
   eval_documents: int = 256
-  cpu_devices: int = 1
 
   def __post_init__(self):
-    for name, least in (('num_steps', 1), ('checkpoint_every_steps', 1), ('checkpoints_kept', 1), ('eval_every_steps', 0),
-                        ('eval_documents', 0), ('seed', 0), ('cpu_devices', 1)):
-      if getattr(self, name) < least:
-        raise ValueError(f'{name}={getattr(self, name)} must be at least {least}.')
+    super().__post_init__()
+    self.check_at_least(eval_documents=0)
     if self.loss.top_k and self.data.overlong == 'truncate':
       raise ValueError(f"loss.top_k={self.loss.top_k} keeps the teacher's words of whole texts, and data.overlong='truncate' cuts them; use "
                        "'drop' or 'error', or top_k=0.")
-    optimizer.schedule(self.optimizer, self.num_steps)
 
 
 def run(config: DistillationConfig, workdir: str | Path) -> dict[str, float]:

@@ -35,9 +35,9 @@ from rl.data.preferences import PreferenceFiles, Preferences
 from rl.learner import Learner
 from rl.losses_preference import PreferenceLossConfig
 from rl.losses_reward import RewardLossConfig
-from rl.optimizer import OptimizerConfig
+from rl.offline import OfflineConfig
 from rl.reference_logprobs import ReferenceLogprobs
-from rl.run import LayoutConfig, LoraConfig, MeshConfig, ModelSource
+from rl.run import ModelSource
 from rl.types import Batch, Params
 
 _LOG = logging.getLogger(__name__)
@@ -71,28 +71,14 @@ class DataConfig(PreferenceFiles):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Config:
-  """The fields of both stages; see `train.TrainConfig`, and `eval_comparisons`: how many held-out ones an evaluation reads, 0 is all."""
-  model: ModelSource
+class _Config(OfflineConfig):
+  """The fields of both stages; `eval_comparisons`: how many held-out ones an evaluation reads, 0 is all."""
   data: DataConfig
-  num_steps: int
-  seed: int = 0
-  lora: LoraConfig = LoraConfig()
-  mesh: MeshConfig = MeshConfig()
-  layout: LayoutConfig = LayoutConfig()
-  optimizer: OptimizerConfig = OptimizerConfig()
-  checkpoint_every_steps: int = 100
-  checkpoints_kept: int = 2
-  eval_every_steps: int = 0
   eval_comparisons: int = 256
-  cpu_devices: int = 1
 
   def __post_init__(self):
-    for name, least in (('num_steps', 1), ('checkpoint_every_steps', 1), ('checkpoints_kept', 1), ('eval_every_steps', 0),
-                        ('eval_comparisons', 0), ('seed', 0), ('cpu_devices', 1)):
-      if getattr(self, name) < least:
-        raise ValueError(f'{name}={getattr(self, name)} must be at least {least}.')
-    optimizer.schedule(self.optimizer, self.num_steps)
+    super().__post_init__()
+    self.check_at_least(eval_comparisons=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,8 +46,8 @@ def files(tmp_path_factory, one_device):
   rows = [[dict(message) for message in toys.echo().demonstration('train', 1, index)] for index in range(1000)]
   (root / 'rows.jsonl').write_text(''.join(json.dumps({'messages': row}) + '\n' for row in rows))
   train.run(train.TrainConfig(
-      ModelSource(str(tiny_model.write_model(root / 'model'))), data(root, heldout_fraction=0.0), num_steps=120, mesh=MESH, layout=LAYOUT,
-      optimizer=OptimizerConfig(learning_rate=1e-2, schedule='linear'), checkpoint_every_steps=1000), root / 'teacher')
+      model=ModelSource(str(tiny_model.write_model(root / 'model'))), data=data(root, heldout_fraction=0.0), num_steps=120, mesh=MESH,
+      layout=LAYOUT, optimizer=OptimizerConfig(learning_rate=1e-2, schedule='linear'), checkpoint_every_steps=1000), root / 'teacher')
   taught = policy.load(root / 'teacher', sharding.make_mesh(), sharding.TRAIN, 'float32')
   params, config = student.slice_layers(taught.params, taught.config, (1,))
   hf_weights.export(root / 'student', config, params, dtype='float32', tokenizer=taught.tokenizer)

@@ -129,8 +129,8 @@ def test_a_task_of_several_turns_is_learned(model, tmp_path):
       json.dumps({'messages': [{'role': message['role'], 'content': message['content']} for message in domain.demonstration('train', 1, index)]})
       + '\n' for index in range(200)))
   supervised = train.TrainConfig(
-      ModelSource(str(model)),
-      train.DataConfig({'train': TaskConfig(paths=(str(rows),), schema='chat', heldout_fraction=0.0)}, rows=8, length=96),
+      model=ModelSource(str(model)),
+      data=train.DataConfig({'train': TaskConfig(paths=(str(rows),), schema='chat', heldout_fraction=0.0)}, rows=8, length=96),
       num_steps=60, mesh=MeshConfig(data=1, fsdp=1), layout=LayoutConfig(compute_dtype='float32', scan=False),
       optimizer=OptimizerConfig(learning_rate=1e-2, schedule='linear'), checkpoint_every_steps=1000)
   train.run(supervised, tmp_path / 'supervised')
