@@ -232,8 +232,9 @@ def run(config: RLConfig, workdir: str | Path, make_env: Callable[[Domain], Any]
     watcher = drift.Monitor(config.drift, host.progress.get('drift')) if setup.proxy else None
     defaults = RLConfig(config.model, config.domains, config.num_steps, config.aggregation)
     monitor.write_config(workdir, resolved, config_lib.difference(config, defaults))
-    monitor.write_objective(workdir, objective.describe(config))
-    _LOG.info('The objective:\n%s', objective.describe(config))
+    formula = objective.describe(config)
+    monitor.write_objective(workdir, formula)
+    _LOG.info('The objective:\n%s', formula)
     board = stack.enter_context(monitor.Monitor(
         workdir, total_steps=config.num_steps, start_step=first_step, plain_every_steps=1,
         flops_per_token=transformer.num_flops_per_token(setup.model, config.length, 1.0 if config.lora.rank == 0 else 0.0)))
@@ -270,18 +271,23 @@ class _Loop:
       stop = stopping() or action == 'stop'
       if config.eval.every_steps and (step % config.eval.every_steps == 0 or step == config.num_steps):
         results = self._evaluate(step)
-      host = dataclasses.replace(host, progress={
-          'step': step, 'ledger': self._ledger.to_json(), 'curriculum': self._curriculum.to_json(), 'queue': self._queue.to_json(),
-          'kl_coef': self._kl_coef, **({'drift': self._watcher.to_json()} if self._watcher else {})})
-      with self._clock.phase('checkpoint'):
-        if step == config.num_steps or stop or store.is_due(step):
-          store.save(step, state, host)
-        if action == 'snapshot':
-          _snapshot(store, step, state, host)
+      is_saved = step == config.num_steps or stop or store.is_due(step)
+      if is_saved or action == 'snapshot':
+        with self._clock.phase('checkpoint'):
+          host = dataclasses.replace(host, progress=self._progress(step))
+          if is_saved:
+            store.save(step, state, host)
+          if action == 'snapshot':
+            _snapshot(store, step, state, host)
       if stop and step < config.num_steps:
         _LOG.warning('Stopped by %s after step %d; run the same command again to go on.', 'an alarm' if action == 'stop' else 'a signal', step)
         break
     return results
+
+  def _progress(self, step: int) -> dict[str, Any]:
+    """Return what resuming after `step` needs besides arrays; packing the queue takes time, so only for a checkpoint."""
+    return {'step': step, 'ledger': self._ledger.to_json(), 'curriculum': self._curriculum.to_json(), 'queue': self._queue.to_json(),
+            'kl_coef': self._kl_coef, **({'drift': self._watcher.to_json()} if self._watcher else {})}
 
   def _step(self, step: int, state) -> Any:
     config, ledger, clock = self._config, self._ledger, self._clock
