@@ -1,7 +1,7 @@
 """Whole training steps on one very long row, for `launch.bench ring`: the program users start, on files as they have them, on 8 devices.
 
-A row of 1,048,576 tokens through two layers with a window; a global layer of that length is compiled only (A13, and `launch.fit`), because its
-scores alone are 15 CPU minutes a layer. A row of 131,072 tokens through two global layers. Both are one document with a skewed distribution of
+A row of 1,048,576 tokens through two layers with a window; a global layer of that length is compiled only (A13, and `launch.fit`), because it
+would take about 100 CPU minutes a layer and step. A row of 131,072 tokens through two global layers. Both are one document with a skewed distribution of
 bytes, of which a few steps learn something.
 """
 
@@ -40,9 +40,11 @@ class Steps:
 
 def measure(length: int, window: int | None) -> Steps:
   """Train a small model for a few steps on one row of `length` tokens, split over 8 simulated devices."""
+  from launch import sweep_runs
+
   with tempfile.TemporaryDirectory() as name:
     root = Path(name)
-    _write_model(root / 'model', length, window)
+    sweep_runs.make_model(_model(length, window), root / 'model')
     _write_document(root / 'document', length)
     settings = {
         'model.path': root / 'model', 'data.tasks.train.paths': (str(root / 'document.tokens.npy'),), 'phases': (), 'num_steps': _NUM_STEPS,
@@ -59,22 +61,13 @@ def measure(length: int, window: int | None) -> Steps:
                usage.ru_maxrss / 1e6)
 
 
-def _write_model(directory: Path, length: int, window: int | None) -> None:
-  import jax
-
-  from models import hf_weights, sharding, transformer
-  from models import params as params_lib
-  from models import tokenizer as tokenizer_lib
+def _model(length: int, window: int | None):
   from models.config import ModelConfig
+  from models.tokenizer import ByteTokenizer
 
-  words = tokenizer_lib.ByteTokenizer()
-  config = ModelConfig(family='mistral' if window else 'llama', vocab_size=words.vocab_size, num_layers=NUM_LAYERS, embed_dim=64, mlp_dim=256,
-                       num_heads=1, num_kv_heads=1, head_dim=64, max_length=length, window=window,
-                       layer_pattern=('local' if window else 'global',))
-  mesh = sharding.make_mesh(devices=jax.devices()[:1])
-  params = params_lib.init(transformer.declare(config), 0, mesh, sharding.TRAIN)
-  hf_weights.export(directory, config, params, dtype='float32', tokenizer=words)
-  tokenizer_lib.save(words, directory)
+  return ModelConfig(family='mistral' if window else 'llama', vocab_size=ByteTokenizer().vocab_size, num_layers=NUM_LAYERS,
+                     embed_dim=64, mlp_dim=256, num_heads=1, num_kv_heads=1, head_dim=64, max_length=length, window=window,
+                     layer_pattern=('local' if window else 'global',))
 
 
 def _write_document(path: Path, length: int) -> None:

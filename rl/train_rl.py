@@ -336,7 +336,9 @@ class _Loop:
     trajectories = estimation.used(groups, rewards)
     if not trajectories:
       return [], {}
-    documents, where = batching.documents(trajectories, [0.0] * len(trajectories)), (setup.place, config.rows, config.length)
+    where = (setup.place, config.rows, config.length)
+    needs_scores = config.reward_kl.coef or setup.critic
+    documents = batching.documents(trajectories, [0.0] * len(trajectories)) if needs_scores else []
     differences = expectations = None
     paid, values = rewards.paid_QU[rewards.is_used_QU], {}
     if config.reward_kl.coef:
