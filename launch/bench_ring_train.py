@@ -1,8 +1,8 @@
 """Whole training steps on one very long row, for `launch.bench ring`: the program users start, on files as they have them, on 8 devices.
 
-A row of 1,048,576 tokens through two layers with a window; a global layer of that length is compiled only (A13, and `launch.fit`), because it
-would take about 100 CPU minutes a layer and step. A row of 131,072 tokens through two global layers. Both are one document with a skewed distribution of
-bytes, of which a few steps learn something.
+A row of 1,048,576 tokens through two layers with a window; a global layer of that length is compiled only (A13, and `launch.fit`), because
+it would take about 100 CPU minutes a layer and step. A row of 131,072 tokens through two global layers. Both are one document with a skewed
+distribution of bytes, of which a few steps learn something.
 """
 
 from __future__ import annotations
