@@ -1,8 +1,8 @@
 """The records of environments: messages, problems, domains, verdicts, tools, sessions, and how an episode can end.
 
-Everything here is plain data, a protocol, or the `Session` to derive from. What the policy sees are a problem's `messages` and what tools return; its `answer` is the
-verifier's alone. A failure of the infrastructure is never a score: it is an `EnvironmentFailure` or an invalid `Verdict`, and the sample is
-left out of training and of its group's baseline.
+Everything here is plain data, a protocol, or the `Session` to derive from. What the policy sees are a problem's `messages` and what tools and
+sessions return; a problem's `answer` is the verifier's alone. A failure of the infrastructure is never a score: it is an `EnvironmentFailure`
+or an invalid `Verdict`, and the sample is left out of training and of its group's baseline.
 """
 
 from __future__ import annotations
