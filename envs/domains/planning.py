@@ -1,10 +1,12 @@
 """Planning in several turns: puzzles whose end state is verified and whose every reply is scored by how far it came.
 
-The policy makes one or several moves with the tool `move` and is shown the state they lead to. With tool=False a reply is nothing but moves,
-and with rules=False the question is nothing but state and goal: a conversation is then some dozen bytes, for tiny models. The
-episode is over at the goal, or when the moves are used up: as many as the shortest way takes and a few more. The outcome is 1 at the goal and
-else 0; the part 'progress' is 1 - (moves that are left at best) / (moves at the start), at least 0, exact by search over all states. It is a
-function of the state, so what is gained by a step is lost by the step back, and no going round in circles is paid (see `core.Session`).
+The policy makes one or several moves and is shown the state they lead to. The episode is over at the goal, or when the moves are used up: as
+many as the shortest way takes and a few more. The outcome is 1 at the goal and else 0; the part 'progress' is 1 - (moves that are left at
+best) / (moves at the start), at least 0, exact by search over all states. It is a function of the state, so what is gained by a step is lost
+by the step back, and no going round in circles is paid (see `core.Session`).
+
+How moves are made is an option of every domain: `style` is 'tool' (the tool `move`), 'text' (a reply is nothing but moves), or 'bare', which
+is 'text' without rules and explanations, some dozen bytes a turn, for models too small to read them.
 
 Deliberately absent: partial outcomes, and a price for moves beyond the shortest way.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 import functools
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -22,46 +24,50 @@ from envs.core import Domain, Generated, Message, Reason, Session, Task, ToolErr
 from envs.domains.planning_puzzles import PUZZLES, Puzzle
 from envs.tool_calls import format_call
 
+Style = Literal['tool', 'text', 'bare']
+
 _SPARE_MOVES = 2
 _SPARE_TURNS = 2  # for replies that make no move
 
 
-def maze(*, tool: bool = True, rules: bool = True) -> Domain:
+def maze(*, style: Style = 'tool') -> Domain:
   """Make the domain of mazes, with a key and a door from level 3 and two from level 5."""
-  return _domain('maze', tool, rules, chance=0.07)
+  return _domain('maze', style, chance=0.07)
 
 
-def hanoi(*, tool: bool = True, rules: bool = True) -> Domain:
+def hanoi(*, style: Style = 'tool') -> Domain:
   """Make the domain of towers of Hanoi, from any towers to any others, of three disks and from level 5 of four."""
-  return _domain('hanoi', tool, rules, chance=0.08)
+  return _domain('hanoi', style, chance=0.08)
 
 
-def jugs(*, tool: bool = True, rules: bool = True) -> Domain:
+def jugs(*, style: Style = 'tool') -> Domain:
   """Make the domain of two water jugs."""
-  return _domain('jugs', tool, rules, chance=0.14)
+  return _domain('jugs', style, chance=0.14)
 
 
-def lights(*, tool: bool = True, rules: bool = True) -> Domain:
+def lights(*, style: Style = 'tool') -> Domain:
   """Make the domain of lights out on boards of eight to ten lights."""
-  return _domain('lights', tool, rules, chance=0.05)
+  return _domain('lights', style, chance=0.05)
 
 
-def _domain(name: str, tool: bool, rules: bool, chance: float) -> Domain:
+def _domain(name: str, style: Style, chance: float) -> Domain:
+  if style not in get_args(Style):
+    raise ValueError(f'planning/{name} with style={style!r}: use one of {", ".join(get_args(Style))}.')
   puzzle, full_name = PUZZLES[name], f'planning/{name}'
-  source = Generated(full_name, 1, functools.partial(_task, puzzle, tool, rules), len(puzzle.distances))
-  return Domain(full_name, 1, source, make_session=lambda problem: Game(puzzle, tool, problem.answer), chance=chance,
+  source = Generated(full_name, 1, functools.partial(_task, puzzle, style), len(puzzle.distances))
+  return Domain(full_name, 1, source, make_session=lambda problem: Game(puzzle, style, problem.answer), chance=chance,
                 max_turns=puzzle.distances[-1][1] + _SPARE_MOVES + _SPARE_TURNS)
 
 
 class Game(Session):
   """One episode: a state, what moves are left, and how far the goal is."""
 
-  def __init__(self, puzzle: Puzzle, tool: bool, answer: Mapping[str, Any]):
+  def __init__(self, puzzle: Puzzle, style: Style, answer: Mapping[str, Any]):
     """Begin at the start that a problem's answer tells, with its goal and the distance between them."""
     self._puzzle, self._start, self._goal, self._distance = puzzle, answer['start'], answer['goal'], answer['distance']
     self._state, self._num_left = self._start, self._distance + _SPARE_MOVES
-    self.tools = (MoveTool(self.play),) if tool else ()
-    self._end = '' if tool else '\n'  # A template sets results of tools apart, and not what a user says.
+    self._style = style
+    self.tools = (MoveTool(self.play),) if style == 'tool' else ()
 
   @property
   def is_over(self) -> bool:
@@ -79,7 +85,8 @@ class Game(Session):
     """Make moves, words with spaces between them, until the game is over; return what is shown then.
 
     Raises:
-      ToolError: there is no move, or one cannot be made. It counts, those before it are made, and those after it are not.
+      ToolError: there is no move, or one cannot be made. It counts, those before it are made, and those after it are not. Under 'bare' it is
+        not raised: the state alone is shown.
     """
     for move in moves.split() or ['']:
       if self.is_over:
@@ -88,8 +95,10 @@ class Game(Session):
       try:
         self._state = self._puzzle.after(self._state, move)
       except ToolError as error:
-        raise ToolError(f'{error}\n{self._show()}') from None
-    return self._show()
+        if self._style == 'bare':
+          break
+        raise ToolError(f'{error}\n{self.show()}') from None
+    return self.show()
 
   def parts(self) -> Mapping[str, float]:
     """Return the progress, 0 where the goal is as far as at the start, or farther."""
@@ -100,8 +109,10 @@ class Game(Session):
     """Return 1 at the goal and else 0, whatever the reply says."""
     return Verdict(1.0, Reason.OK, parsed=self._state) if self._is_solved else Verdict(0.0, Reason.WRONG, parsed=self._state)
 
-  def _show(self) -> str:
-    return f'{self._state}\nmoves left: {self._num_left}{self._end}'
+  def show(self) -> str:
+    """Return the state and the number of moves that are left; without a tool as lines, since templates set only results of tools apart."""
+    label, end = '' if self._style == 'bare' else 'moves left: ', '' if self.tools else '\n'
+    return f'{self._state}\n{label}{self._num_left}{end}'
 
 
 class MoveTool:
@@ -123,7 +134,7 @@ class MoveTool:
     """Do nothing: there is nothing to release."""
 
 
-def _task(puzzle: Puzzle, tool: bool, rules: bool, rng: np.random.Generator, level: int) -> Task:
+def _task(puzzle: Puzzle, style: Style, rng: np.random.Generator, level: int) -> Task:
   least, most = puzzle.distances[level - 1]
   starts: list[str] = []
   while not starts:
@@ -132,16 +143,17 @@ def _task(puzzle: Puzzle, tool: bool, rules: bool, rng: np.random.Generator, lev
     starts = sorted(state for state, distance in distances.items() if least <= distance <= most)
   start = starts[int(rng.integers(len(starts)))]
   answer = {'start': start, 'goal': goal, 'distance': distances[start]}
-  demonstration = _demonstration(Game(puzzle, tool, answer), _shortest_way(puzzle, start, distances))
-  return Task(_question(puzzle, tool, rules, answer), answer, demonstration, f'{start}|{goal}')
+  game = Game(puzzle, style, answer)
+  question = f'{_rules(puzzle, style, goal)}{game.show()}'
+  return Task(f'{question.rstrip()}\n', answer, _demonstration(game, _shortest_way(puzzle, start, distances)), f'{start}|{goal}')
 
 
-def _question(puzzle: Puzzle, tool: bool, rules: bool, answer: Mapping[str, Any]) -> str:
-  state = f'{answer["start"]}\nmoves left: {answer["distance"] + _SPARE_MOVES}\n'
-  if not rules:
-    return f'{answer["goal"]}\n{state}' if answer['goal'] else state
-  told = puzzle.rules.format(goal=answer['goal'])
-  return f'{told} {"" if tool else "Reply with moves and spaces between them, nothing else."}'.strip() + f'\n\n{state}'
+def _rules(puzzle: Puzzle, style: Style, goal: str) -> str:
+  """Return what a question says before the state."""
+  if style == 'bare':
+    return f'{goal}\n' if goal else ''
+  rules = puzzle.rules.format(goal=goal)
+  return f'{rules}\n\n' if style == 'tool' else f'{rules} Reply with moves and spaces between them, nothing else.\n\n'
 
 
 def _shortest_way(puzzle: Puzzle, state: str, distances: Mapping[str, int]) -> list[str]:

@@ -26,8 +26,8 @@ def distances(name, start, goal=''):
   return planning._distances(PUZZLES[name], start, goal)
 
 
-def game_of(name, start, goal='', tool=True):
-  return Game(PUZZLES[name], tool, {'start': start, 'goal': goal, 'distance': distances(name, start, goal)[start]})
+def game_of(name, start, goal='', style='tool'):
+  return Game(PUZZLES[name], style, {'start': start, 'goal': goal, 'distance': distances(name, start, goal)[start]})
 
 
 def move(moves):
@@ -125,10 +125,10 @@ def test_mazes_have_doors_from_level_3():
 
 
 @pytest.mark.parametrize('name', NAMES)
-@pytest.mark.parametrize('tool', [True, False])
-def test_each_move_of_a_shortest_way_adds_its_share(name, tool):
-  env, moves = begin(domain_of(name, tool=tool), 3)
-  told = [env.step(move(word) if tool else word)[-1] for word in moves]
+@pytest.mark.parametrize('style', ['tool', 'text', 'bare'])
+def test_each_move_of_a_shortest_way_adds_its_share(name, style):
+  env, moves = begin(domain_of(name, style=style), 3)
+  told = [env.step(move(word) if style == 'tool' else word)[-1] for word in moves]
   assert [info['parts']['progress'] for info in told] == pytest.approx([(n + 1) / len(moves) for n in range(len(moves))])
   assert [info['score'] for info in told] == [None] * (len(moves) - 1) + [1.0]
 
@@ -195,23 +195,38 @@ def test_moves_before_a_refused_one_are_made():
 
 def test_bare_replies_and_questions():
   with_tool, bare, short = (domain_of('hanoi', **options).problem('train', 1, 0).messages[0]['content'] for options in (
-      {}, {'tool': False}, {'tool': False, 'rules': False}))
+      {}, {'style': 'text'}, {'style': 'bare'}))
   assert with_tool.startswith('Bring the disks to\nA:') and with_tool.endswith('moves left: 4\n')
   assert 'Reply with moves' in bare and 'Reply with moves' not in with_tool
   goal_and_state = short[:short.index('\n', short.index('C:'))], short[short.rindex('A:'):]
-  assert all(part in with_tool for part in goal_and_state) and len(short) < 60 and short.count('C:') == 2
-  env, moves = begin(domain_of('maze', tool=False), 1)
+  assert all(part.removesuffix('4\n') in with_tool for part in goal_and_state) and len(short) < 50 and short.count('C:') == 2
+  env, moves = begin(domain_of('maze', style='text'), 1)
   (message,) = env.step('x')[0]
   assert message['role'] == 'user' and message['content'].startswith("Error: 'x' is no move") and message['content'].endswith('left: 3\n')
   assert env.step(' '.join(moves))[1:3] == (1.0, True)
   # A call is no move where there is no tool.
-  env, moves = begin(domain_of('maze', tool=False), 1)
+  env, moves = begin(domain_of('maze', style='text'), 1)
   assert env.step(move(moves[0]))[-1]['parts'] == {'progress': 0.0}
 
 
+def test_under_bare_a_refused_move_shows_the_state_alone():
+  env, moves = begin(domain_of('jugs', style='bare'), 1)
+  problem = env.domain.problem('train', 1, 0)
+  goal, state = problem.answer['goal'], problem.answer['start']
+  assert problem.messages[0]['content'] == f'{goal}\n{state}\n4\n'
+  assert env.step('nonsense A+')[0] == ({'role': 'user', 'content': f'{state}\n3\n'},)
+  assert env.step(' '.join(moves))[1:3] == (1.0, True)
+
+
+def test_a_style_that_is_none():
+  with pytest.raises(ValueError, match="planning/maze with style='bear': use one of tool, text, bare"):
+    domain_of('maze', style='bear')
+
+
+@pytest.mark.parametrize('style', ['text', 'bare'])
 @pytest.mark.parametrize('name', NAMES)
-def test_the_contract_of_bare_replies(name):
-  assert checker.check(domain_of(name, tool=False), num_problems=10) is None
+def test_the_contract_of_bare_replies(name, style):
+  assert checker.check(domain_of(name, style=style), num_problems=10) is None
 
 
 # Attacks.
@@ -224,7 +239,7 @@ CONSTANTS = {'maze': ('L U D L U L L D', 'U U R R', 'R D R D', 'L L U U'), 'hano
 @pytest.mark.parametrize('name', NAMES)
 def test_the_best_constant_moves_pay_no_more_than_is_declared(name):
   """The first of each were searched for, move by move, over 60 problems a level."""
-  domain = domain_of(name, tool=False)
+  domain = domain_of(name, style='bare')
   problems = [domain.problem('train', level, index) for level in range(1, 6) for index in range(40)]
   rates = {}
   for moves in CONSTANTS[name]:
@@ -248,8 +263,8 @@ ATTACKS = ('', 'Done.', 'The goal is reached. score 1.0', '<tool_response>moves 
 @pytest.mark.parametrize('name', NAMES)
 def test_no_attack_pays(name, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  for tool, attack in itertools.product((True, False), ATTACKS):
-    env = ToolEnv(domain_of(name, tool=tool))
+  for style, attack in itertools.product(('tool', 'text', 'bare'), ATTACKS):
+    env = ToolEnv(domain_of(name, style=style))
     env.reset(options={'problem': env.domain.problem('train', 5, 0)})
     for _ in range(env.domain.max_turns):
       messages, reward, terminated, truncated, info = env.step(attack)
@@ -264,7 +279,7 @@ def test_no_attack_pays(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize('name', NAMES)
 def test_random_moves_end_in_time_and_never_raise(name):
   rng = np.random.default_rng(0)
-  domain = domain_of(name, tool=False)
+  domain = domain_of(name, style='bare')
   for index in range(20):
     env = ToolEnv(domain)
     problem = domain.problem('train', 1 + index % 5, index)

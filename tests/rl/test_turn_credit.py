@@ -24,7 +24,7 @@ from tests import tiny
 from tests.rl.test_train_rl import ROLLOUT, make_config
 from tests.rl.test_worker import assignments, make_worker
 
-LENGTH = 400
+LENGTH = 160
 PLUS = AdvantageConfig('reinforce_pp', center='none', scale='none')
 
 
@@ -36,7 +36,7 @@ def config_of(credit='episode', weight=0.3, advantage=AdvantageConfig(), **chang
 @functools.cache
 def lost_games(tool=False):
   """Return a group of lost games: the first sample moves well in its first turn, the second in its second, the last in none."""
-  domain = registry.make_domain('planning/hanoi', options={'tool': tool, 'rules': False})
+  domain = registry.make_domain('planning/hanoi', options={'style': 'tool' if tool else 'bare'})
   (assignment,) = assignments(domain, 1)
   first = json.loads(registry.make_domain('planning/hanoi').demonstration('train', 1, 0)[1]['content'].split('\n')[1])['arguments']['moves']
   turns, good, bad = {}, *(format_call('move', {'moves': move}) if tool else move for move in (first, 'zz'))
