@@ -76,7 +76,7 @@ def check(domain: Domain, *, num_problems: int = 20, skip_sandbox: bool = False)
   before = _process_state()
   env = ToolEnv(domain)
   try:
-    has_tools = _check_tools(domain, cases[0].problem)
+    has_tools = _check_session(domain, cases[0].problem)
     _check_splits(domain, num_problems)
     _check_resets(env, cases)
     _check_leaks(env, cases)
@@ -119,10 +119,13 @@ def _process_state() -> tuple[Any, ...]:
   return os.getcwd(), dict(os.environ), random.getstate(), json.dumps(np.random.get_state(legacy=False), default=np.ndarray.tolist)
 
 
-def _check_tools(domain: Domain, problem: Problem) -> bool:
-  """Check the tools of an episode; return whether there are any."""
-  tools = domain.start(problem).tools
+def _check_session(domain: Domain, problem: Problem) -> bool:
+  """Check an episode at its start; return whether there are tools."""
+  session = domain.start(problem)
+  tools = session.tools
   try:
+    if any(session.parts().values()):
+      _fail(domain, f'begins {problem.id} with the parts {session.parts()}; they must begin at 0, or the first reply is paid for them')
     if len({tool.name for tool in tools}) != len(tools):
       _fail(domain, f'has tools of one name among {[tool.name for tool in tools]}')
     for tool in tools:

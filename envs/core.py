@@ -193,9 +193,9 @@ class Session:
 
       Domain('library/shelf', 1, source, make_session=Shelf, max_turns=8)
 
-  What a reply adds is the difference that it makes to the mean of `parts`, which count as 0 before the first. If they are functions of the
-  state as it is now, and not of the best one so far, whoever goes back loses what was gained, going round in circles earns exactly nothing,
-  and the best policy remains the best one (potentials: Ng, Harada & Russell, ICML 1999).
+  What a reply adds is the difference that it makes to the mean of `parts`, which begin at 0. Make them functions of the state as it is now and
+  not of the best one so far: then who goes back loses what was gained, and going round in circles earns exactly nothing, as differences of
+  potentials do (Ng, Harada & Russell, ICML 1999).
 
   What the tools hold is released by their `close`; a session has nothing else to release.
   """
@@ -216,7 +216,7 @@ class Session:
     return None
 
   def parts(self) -> Mapping[str, float]:
-    """Return how far parts of the work are, from 0 to 1 each and always of the same names; asked after every reply."""
+    """Return how far parts of the work are, each from 0 (as at the start) to 1, and always of the same names; asked after every reply."""
     return {}
 
   def verify(self, reply: str) -> Verdict:

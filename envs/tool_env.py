@@ -132,7 +132,7 @@ class ToolEnv(gymnasium.Env[Observation, Any]):
       return self._end((), Outcome.LENGTH, self._verify(parsed.content))
     is_call = bool(self._tools and (parsed.calls or parsed.errors))
     is_last = self._progress.turn >= self.domain.max_turns
-    if is_call and is_last and self.domain.make_session is None:  # no reply could follow the results, and they change nothing
+    if is_call and is_last and self.domain.make_session is None:  # no reply could follow, and results change no state
       return self._end((), Outcome.TURNS, Verdict(0.0, Reason.TRUNCATED))
     messages: list[Message] = []
     try:
@@ -142,14 +142,7 @@ class ToolEnv(gymnasium.Env[Observation, Any]):
       return self._end(tuple(messages), Outcome.ENV_ERROR, None)
     if is_answer:
       return self._end((), Outcome.OK, self._verify(parsed.content))
-    try:
-      is_over, state = self._session.is_over, Verdict(0.0, Reason.WRONG, self._session.parts())
-    except Exception:  # the boundary to the domain's code, as in `_verify`
-      _logger.warning('%s: the session raised', self._progress.problem.id, exc_info=True)
-      return self._end((), Outcome.OK, Verdict(None, Reason.VERIFIER_ERROR))
-    if is_over or is_last:
-      return self._end((), Outcome.OK if is_over else Outcome.TURNS, self._verify(parsed.content))
-    return tuple(messages), 0.0, False, False, self._progress.info(parts=state.parts)
+    return self._go_on(tuple(messages), parsed.content, is_last)
 
   def close(self) -> None:
     """End the episode, if one is running, and release its tools; may be called at any time."""
@@ -173,6 +166,17 @@ class ToolEnv(gymnasium.Env[Observation, Any]):
     index = options['index'] if 'index' in options else int(self.np_random.integers(_MAX_INDEX))
     has_training = self.domain.source.size('train', level) != 0
     return self.domain.problem(options.get('split', 'train' if has_training else 'heldout'), level, index)
+
+  def _go_on(self, messages: Observation, reply: str, is_last: bool) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+    """Return what a step returns after a reply that was not the last of its own accord, unless the session or the turns are over."""
+    try:
+      is_over, parts = self._session.is_over, Verdict(0.0, Reason.WRONG, self._session.parts()).parts  # held to 0 to 1 as a verdict's are
+    except Exception:  # the boundary to the domain's code, as in `_verify`
+      _logger.warning('%s: the session raised', self._progress.problem.id, exc_info=True)
+      return self._end((), Outcome.OK, Verdict(None, Reason.VERIFIER_ERROR))
+    if is_over or is_last:
+      return self._end((), Outcome.OK if is_over else Outcome.TURNS, self._verify(reply))
+    return messages, 0.0, False, False, self._progress.info(parts=parts)
 
   def _call(self, parsed: tool_calls.Parsed, messages: list[Message]) -> bool:
     """Run a reply's calls and append what answers them; EnvironmentFailure if a tool failed. True: the policy goes on."""

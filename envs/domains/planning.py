@@ -188,7 +188,7 @@ def _steps(puzzle: Puzzle, state: str) -> list[tuple[str, str]]:
   return steps
 
 
-@functools.lru_cache(maxsize=1024)  # The samples of a group play the same game.
+@functools.lru_cache(maxsize=256)  # The samples of a group play the same game.
 def _distances(puzzle: Puzzle, start: str, goal: str) -> Mapping[str, int]:
   """Return how many moves the goal takes from every state that can be reached from the start and can still reach it."""
   sources: dict[str, list[str]] = {start: []}  # state -> the states one move before it

@@ -198,6 +198,13 @@ class Forgetful(Count):
     return {} if self.is_over else super().parts()
 
 
+class Given(Count):
+  """Says that something is done before anything is."""
+
+  def parts(self):
+    return {'share': max(super().parts()['share'], 0.1)}
+
+
 class Silent(Session):
   def __init__(self, problem):
     pass
@@ -206,6 +213,8 @@ class Silent(Session):
 def test_the_checker_names_sessions_that_are_wrong():
   with pytest.raises(ValueError, match='tells of other parts after some replies than after others'):
     checker.check(counts(Forgetful), num_problems=4)
+  with pytest.raises(ValueError, match=r"with the parts \{'share': 0.1\}; they must begin at 0"):
+    checker.check(counts(Given), num_problems=4)
   with pytest.raises(ValueError, match='does not score 1'):
     checker.check(counts(Silent), num_problems=4)
 

@@ -20,6 +20,8 @@ from rl import learner as learner_lib
 from rl import optimizer as optimizer_lib
 from rl.policy_update import make_batches
 from rl.rl_config import AdvantageConfig, ProcessConfig
+from rl.rollout import collection
+from rl.rollout.ledger import Ledger
 from tests import tiny
 from tests.rl.test_train_rl import ROLLOUT, make_config
 from tests.rl.test_worker import assignments, make_worker
@@ -98,6 +100,23 @@ def test_what_the_turns_of_lost_games_added(tool):
   assert [one.turn_scores for one in group.trajectories] == [(0.5, 0.0, 0.0, 0.0), (0.0, 0.5, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0)]
   assert [one.parts for one in group.trajectories] == [{'progress': 0.5}, {'progress': 0.5}, {'progress': 0.0}]
   assert [(one.num_tool_calls, one.num_tool_errors) for one in group.trajectories] == ([(4, 3), (4, 3), (4, 4)] if tool else [(0, 0)] * 3)
+
+
+class Once:
+  """Stands for a worker and for a curriculum that have one group."""
+
+  def draw(self):
+    return 10, None
+
+  def collect(self, assignments, group_size, sampling):
+    yield lost_games()
+
+
+@pytest.mark.parametrize('weight, cause', [(0.3, None), (0.0, 'no_signal')])
+def test_dynamic_sampling_keeps_lost_games_whose_steps_are_paid(weight, cause):
+  collected = collection.collect(config_of('turn', weight, max_rounds=2), Once(), Once(), Ledger())
+  assert [why for _, why in collected.dropped] == ([cause] * 2 if cause else [])
+  assert len(collected.groups) == (0 if cause else 1)
 
 
 @pytest.mark.parametrize('credit', ['episode', 'turn'])
