@@ -25,7 +25,7 @@ from gymnasium.utils.env_checker import check_env
 import numpy as np
 
 from envs import env_id, registry, tool_calls
-from envs.core import Domain, Message, Outcome, Problem, Reason, Verdict
+from envs.core import Domain, Message, Outcome, Problem, Reason, Session, Verdict
 from envs.tool_env import Observation, ToolEnv
 
 _SPLITS = ('train', 'heldout')
@@ -76,7 +76,7 @@ def check(domain: Domain, *, num_problems: int = 20, skip_sandbox: bool = False)
   before = _process_state()
   env = ToolEnv(domain)
   try:
-    has_tools = _check_tools(domain)
+    has_tools = _check_session(domain, cases[0].problem)
     _check_splits(domain, num_problems)
     _check_resets(env, cases)
     _check_leaks(env, cases)
@@ -119,10 +119,13 @@ def _process_state() -> tuple[Any, ...]:
   return os.getcwd(), dict(os.environ), random.getstate(), json.dumps(np.random.get_state(legacy=False), default=np.ndarray.tolist)
 
 
-def _check_tools(domain: Domain) -> bool:
-  """Check the tools of an episode; return whether there are any."""
-  tools = domain.make_tools()
+def _check_session(domain: Domain, problem: Problem) -> bool:
+  """Check an episode at its start; return whether there are tools."""
+  session = domain.start(problem)
+  tools = session.tools
   try:
+    if any(session.parts().values()):
+      _fail(domain, f'begins {problem.id} with the parts {session.parts()}; they must begin at 0, or the first reply is paid for them')
     if len({tool.name for tool in tools}) != len(tools):
       _fail(domain, f'has tools of one name among {[tool.name for tool in tools]}')
     for tool in tools:
@@ -214,23 +217,27 @@ def _check_demonstrations(env: ToolEnv, cases: Sequence[_Case]) -> None:
       _fail(env.domain, f'the demonstration of {case.problem.id} does not begin with its question')
     messages = messages[1:]
     env.reset(options={'problem': case.problem})
-    ending = None
+    ending, told = None, []
     while messages and (ending is None or ending.info['outcome'] is None):
       reply = messages.pop(0)
       if reply['role'] != 'assistant':
         _fail(env.domain, f'the demonstration of {case.problem.id} has a message of {reply["role"]!r} where the assistant speaks')
       ending = _step(env, reply['content'])
+      told.append(sorted(ending.info['parts']))
       stated, messages = messages[:len(ending.messages)], messages[len(ending.messages):]
       if [(m['role'], m['content']) for m in stated] != [(m['role'], m['content']) for m in ending.messages]:
         _fail(env.domain, f'the demonstration of {case.problem.id} states {stated!r:.200}, the environment says {ending.messages!r:.200}')
     if messages or ending is None or not ending.terminated or ending.info['score'] != 1 or ending.reward != 1:
       got = 'it has no reply' if ending is None else f'{len(messages)} messages are left over, {ending.info}'
       _fail(env.domain, f'the demonstration of {case.problem.id} does not score 1: {got}')
+    if env.domain.make_session is not None and any(names != told[0] for names in told):
+      _fail(env.domain, f'{case.problem.id} tells of other parts after some replies than after others: {told}; what a reply adds is the '
+            'difference of their means, so they must be the same throughout')
 
 
 def _check_endings(env: ToolEnv, case: _Case, has_tools: bool) -> None:
   final = case.demonstration[-1]['content']
-  endings = [('a final reply', [final], True, Outcome.OK),
+  endings = [('the demonstration', _replies(case), True, Outcome.OK),
              ('a reply cut off', [{'content': final, 'truncated': True}], False, Outcome.LENGTH)]
   if has_tools:
     calls = [tool_calls.format_call('no_such_tool', {})] * env.domain.max_turns
@@ -257,11 +264,27 @@ class _FailingVerifier:
 
 
 def _check_failures(domain: Domain, case: _Case) -> None:
-  env = ToolEnv(replace(domain, verifier=_FailingVerifier()))
+  env = ToolEnv(_with_failing_verdicts(domain))
   env.reset(options={'problem': case.problem})
-  ending = _step(env, case.demonstration[-1]['content'])
+  ending = [_step(env, reply) for reply in _replies(case)][-1]
   if ending.info['valid'] or ending.info['score'] is not None or ending.info['outcome'] != Outcome.VERIFIER_ERROR or ending.reward:
     _fail(domain, f'a failing verifier becomes a score: {ending.info}')
+
+
+def _with_failing_verdicts(domain: Domain) -> Domain:
+  if domain.make_session is None:
+    return replace(domain, verifier=_FailingVerifier())
+
+  def make_session(problem: Problem) -> Session:
+    session = domain.make_session(problem)
+    session.verify = lambda reply: Verdict(None, Reason.VERIFIER_ERROR)
+    return session
+
+  return replace(domain, make_session=make_session)
+
+
+def _replies(case: _Case) -> list[str]:
+  return [message['content'] for message in case.demonstration if message['role'] == 'assistant']
 
 
 def _score(env: ToolEnv, problem: Problem, reply: str) -> float:

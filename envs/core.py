@@ -1,8 +1,8 @@
-"""The records of environments: messages, problems, domains, verdicts, tools, and how an episode can end.
+"""The records of environments: messages, problems, domains, verdicts, tools, sessions, and how an episode can end.
 
-Everything here is plain data or a protocol. What the policy sees are a problem's `messages` and what tools return; its `answer` is the
-verifier's alone. A failure of the infrastructure is never a score: it is an `EnvironmentFailure` or an invalid `Verdict`, and the sample is
-left out of training and of its group's baseline.
+Everything here is plain data, a protocol, or the `Session` to derive from. What the policy sees are a problem's `messages` and what tools and
+sessions return; a problem's `answer` is the verifier's alone. A failure of the infrastructure is never a score: it is an `EnvironmentFailure`
+or an invalid `Verdict`, and the sample is left out of training and of its group's baseline.
 """
 
 from __future__ import annotations
@@ -83,8 +83,9 @@ class Verdict:
   def __post_init__(self):
     if (self.score is None) != (self.reason == Reason.VERIFIER_ERROR):
       raise ValueError(f'score={self.score} with reason={self.reason}: a score is None exactly when the verifier failed.')
-    if self.score is not None and not 0 <= self.score <= 1:
-      raise ValueError(f'score={self.score} must be a number from 0 to 1.')
+    for name, value in (('score', self.score), *((f'parts[{name!r}]', value) for name, value in self.parts.items())):
+      if value is not None and not 0 <= value <= 1:
+        raise ValueError(f'{name}={value} must be a number from 0 to 1.')
 
   @property
   def is_valid(self) -> bool:
@@ -168,6 +169,61 @@ class Tool(Protocol):
     """Release what the tool holds; may be called twice."""
 
 
+class Session:
+  """One episode of a domain whose replies change something: a game, a plan, a database. As it stands, the first reply is the last one.
+
+  A domain with a state makes one for each episode and overrides what it needs. It holds the state and the tools that act on it, scores parts
+  of the work after every reply, and verifies the state at the end; so every message of the policy can be paid for what it added:
+
+      class Shelf(Session):
+        def __init__(self, problem):
+          self._wanted, self._books = problem.answer['wanted'], []
+          self.tools = (PutTool(self._books),)  # PutTool.call appends arguments['title'], or raises ToolError
+
+        @property
+        def is_over(self):
+          return self._books == self._wanted
+
+        def parts(self):
+          in_place = sum(map(operator.eq, self._books, self._wanted))
+          return {'in_place': in_place / len(self._wanted)}
+
+        def verify(self, reply):
+          return Verdict(1.0, Reason.OK) if self.is_over else Verdict(0.0, Reason.WRONG)
+
+      Domain('library/shelf', 1, source, make_session=Shelf, max_turns=8)
+
+  What a reply adds is the difference that it makes to the mean of `parts`, which begin at 0. Make them functions of the state as it is now and
+  not of the best one so far: then who goes back loses what was gained, and going round in circles earns exactly nothing, as differences of
+  potentials do (Ng, Harada & Russell, ICML 1999).
+
+  What the tools hold is released by their `close`; a session has nothing else to release.
+  """
+  tools: Sequence[Tool] = ()
+
+  @property
+  def is_over(self) -> bool:
+    """Whether nothing is left to do, as at the goal or in a lost game; asked after every reply."""
+    return False
+
+  def act(self, reply: str) -> str | None:
+    """Take a reply that calls no tool as a move and return what it leads to, or return None: it is the last one.
+
+    Raises:
+      ToolError: the policy's fault; shown to it.
+      EnvironmentFailure: ours; ends the episode as invalid.
+    """
+    return None
+
+  def parts(self) -> Mapping[str, float]:
+    """Return how far parts of the work are, each from 0 (as at the start) to 1, and always of the same names; asked after every reply."""
+    return {}
+
+  def verify(self, reply: str) -> Verdict:
+    """Return the verdict on the state as the last reply left it; `parts` need not be in it. Must not raise for what a policy can write."""
+    raise NotImplementedError(f'{type(self).__name__} verifies nothing; define verify(reply) in it.')
+
+
 class TaskSource(Protocol):
   """Where a domain's tasks come from; the same arguments give the same task in every process."""
   num_levels: int
@@ -230,26 +286,39 @@ class Collection:
 
 @dataclass(frozen=True)
 class Domain:
-  """A family of tasks with one verifier.
+  """A family of tasks and what verifies them: a verifier of final replies, or sessions where there is a state.
 
   Attributes:
     name: 'family/name', unique.
     version: raised when the tasks or the scoring change.
     source: its tasks.
-    verifier: scores replies.
+    verifier: scores final replies; None with `make_session`.
     make_tools: () -> the tools of one episode; called at each reset, released at its end.
     max_turns: assistant messages of an episode.
     chance: share of the problems that the best constant reply may solve.
     needs_sandbox: whether tools or verifier run code; `check` then refuses to start without a sandbox.
+    make_session: (problem) -> the session of one episode, with its own tools and verdict; called at each reset.
   """
   name: str
   version: int
   source: TaskSource
-  verifier: Verifier
+  verifier: Verifier | None = None
   make_tools: Callable[[], Sequence[Tool]] = tuple
   max_turns: int = 1
   chance: float = 0.0
   needs_sandbox: bool = False
+  make_session: Callable[[Problem], Session] | None = None
+
+  def __post_init__(self):
+    if (self.verifier is None) == (self.make_session is None):
+      raise ValueError(f'{self.name}: verifier={self.verifier} and make_session={self.make_session}; give one of them: a verifier of final '
+                       'replies, or sessions that verify their state.')
+    if self.make_session is not None and self.make_tools is not tuple:
+      raise ValueError(f'{self.name}: make_tools={self.make_tools} is not asked where there is make_session; give the sessions their tools.')
+
+  def start(self, problem: Problem) -> Session:
+    """Return the session of a new episode; whatever making it raises."""
+    return self.make_session(problem) if self.make_session else _Replies(problem, self.verifier, self.make_tools())
 
   def problem(self, split: Split, level: int, index: int) -> Problem:
     """Return the problem of this place; ValueError if there is none."""
@@ -261,6 +330,16 @@ class Domain:
     """Return a whole right conversation, the question first."""
     task = self.source.task(split, level, index)
     return ({'role': 'user', 'content': task.question}, *task.demonstration)
+
+
+class _Replies(Session):
+  """A session without a state: only the last reply counts."""
+
+  def __init__(self, problem: Problem, verifier: Verifier, tools: Sequence[Tool]):
+    self._problem, self._verifier, self.tools = problem, verifier, tools
+
+  def verify(self, reply: str) -> Verdict:
+    return self._verifier.verify(self._problem, reply)
 
 
 def split_of(canonical: str, heldout_fraction: float) -> Split:

@@ -1,7 +1,10 @@
 """`ToolEnv`: a domain as a Gymnasium environment that speaks messages.
 
 An episode shows a problem, answers tool calls with their results, and ends with the first reply that calls no tool, which the domain's
-verifier scores. `terminated` says that the policy gave its answer, or that the verifier failed on it; `truncated` that the episode was cut
+verifier scores. Where a domain has sessions (`core.Session`), a reply can be a move without a tool, the session can end the episode and its
+state is what is scored; `info['parts']` then says after every reply how far the parts of the work are.
+
+`terminated` says that the policy gave its answer or the session is over, or that the verifier failed; `truncated` that the episode was cut
 off: by the token limit of a reply, the turn limit of the domain, or a failure of the infrastructure. A failure is never a score: the reward
 Gymnasium wants is then 0.0, `info['valid']` is False and `info['score']` None, and the sample must be left out.
 
@@ -13,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 import logging
+from types import MappingProxyType
 from typing import Any
 
 import gymnasium
 
 from envs import registry, spaces, tool_calls
-from envs.core import Domain, EnvironmentFailure, Message, Outcome, Problem, Reason, Tool, ToolError, Verdict
+from envs.core import Domain, EnvironmentFailure, Message, Outcome, Problem, Reason, Session, Tool, ToolError, Verdict
 
 _OPTIONS = ('problem', 'split', 'level', 'index')
 _MIN_OBSERVATION_CHARS = 100
@@ -36,14 +40,15 @@ class _Progress:
   num_tool_calls: int = 0
   num_tool_errors: int = 0
 
-  def info(self, outcome: Outcome | None = None, verdict: Verdict | None = None) -> dict[str, Any]:
-    """Return plain JSON-able data, new at each call, in which the problem's answer is not."""
+  def info(self, outcome: Outcome | None = None, verdict: Verdict | None = None, parts: Mapping[str, float] = MappingProxyType({}),
+           ) -> dict[str, Any]:
+    """Return plain JSON-able data, new at each call, in which the problem's answer is not; a verdict has its own parts."""
     return {
         'problem_id': self.problem.id, 'level': self.problem.level, 'turn': self.turn,
         'outcome': None if outcome is None else outcome.value, 'valid': outcome is None or outcome.is_valid,
         'score': None if verdict is None or verdict.score is None else float(verdict.score),
         'reason': None if verdict is None else verdict.reason.value,
-        'parts': {} if verdict is None else {name: float(part) for name, part in verdict.parts.items()},
+        'parts': {name: float(part) for name, part in (parts if verdict is None else verdict.parts).items()},
         'parsed': None if verdict is None else verdict.parsed,
         'num_tool_calls': self.num_tool_calls, 'num_tool_errors': self.num_tool_errors}
 
@@ -82,7 +87,8 @@ class ToolEnv(gymnasium.Env[Observation, Any]):
     self._describe_tools = describe_tools
     self._max_observation_chars = max_observation_chars
     self._tools: dict[str, Tool] = {}
-    self._progress: _Progress | None = None  # None outside of episodes
+    self._session: Session | None = None  # None outside of episodes, as is the progress
+    self._progress: _Progress | None = None
 
   def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Observation, dict[str, Any]]:
     """Start an episode; the same seed and options give the same messages, byte for byte.
@@ -94,12 +100,13 @@ class ToolEnv(gymnasium.Env[Observation, Any]):
 
     Raises:
       ValueError: options that name no problem of this domain.
-      EnvironmentFailure: a tool cannot be made.
+      EnvironmentFailure: a tool or a session cannot be made.
     """
     super().reset(seed=seed)
     self.close()
     problem = self._choose_problem(dict(options or {}))
-    self._tools = {tool.name: tool for tool in self.domain.make_tools()}
+    self._session = self.domain.start(problem)
+    self._tools = {tool.name: tool for tool in self._session.tools}
     self._progress = _Progress(problem)
     messages = tuple(Message(**message) for message in problem.messages)
     if self._tools and self._describe_tools:
@@ -123,23 +130,23 @@ class ToolEnv(gymnasium.Env[Observation, Any]):
     parsed = tool_calls.parse(text)
     if is_cut:  # a call in it may lack its end, so none is run
       return self._end((), Outcome.LENGTH, self._verify(parsed.content))
-    if not self._tools or not (parsed.calls or parsed.errors):
-      return self._end((), Outcome.OK, self._verify(parsed.content))
-    if self._progress.turn >= self.domain.max_turns:  # no reply could follow the results
+    is_call = bool(self._tools and (parsed.calls or parsed.errors))
+    is_last = self._progress.turn >= self.domain.max_turns
+    if is_call and is_last and self.domain.make_session is None:  # no reply could follow, and results change no state
       return self._end((), Outcome.TURNS, Verdict(0.0, Reason.TRUNCATED))
-    messages = []
+    messages: list[Message] = []
     try:
-      for call in parsed.calls:
-        messages.append(self._run(call))
+      is_answer = not (self._call(parsed, messages) if is_call else self._act(parsed.content, messages))
     except EnvironmentFailure as error:
       _logger.warning('%s: a tool failed: %s', self._progress.problem.id, error)
       return self._end(tuple(messages), Outcome.ENV_ERROR, None)
-    messages.extend(self._observe(f'Error: {error}', is_error=True) for error in parsed.errors)
-    return tuple(messages), 0.0, False, False, self._progress.info()
+    if is_answer:
+      return self._end((), Outcome.OK, self._verify(parsed.content))
+    return self._go_on(tuple(messages), parsed.content, is_last)
 
   def close(self) -> None:
     """End the episode, if one is running, and release its tools; may be called at any time."""
-    tools, self._tools, self._progress = self._tools, {}, None
+    tools, self._tools, self._session, self._progress = self._tools, {}, None, None
     for tool in tools.values():
       try:
         tool.close()
@@ -159,6 +166,41 @@ class ToolEnv(gymnasium.Env[Observation, Any]):
     index = options['index'] if 'index' in options else int(self.np_random.integers(_MAX_INDEX))
     has_training = self.domain.source.size('train', level) != 0
     return self.domain.problem(options.get('split', 'train' if has_training else 'heldout'), level, index)
+
+  def _go_on(self, messages: Observation, reply: str, is_last: bool) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+    """Return what a step returns after a reply that was not the last of its own accord, unless the session or the turns are over."""
+    try:
+      is_over, parts = self._session.is_over, Verdict(0.0, Reason.WRONG, self._session.parts()).parts  # held to 0 to 1 as a verdict's are
+    except Exception:  # the boundary to the domain's code, as in `_verify`
+      _logger.warning('%s: the session raised', self._progress.problem.id, exc_info=True)
+      return self._end((), Outcome.OK, Verdict(None, Reason.VERIFIER_ERROR))
+    if is_over or is_last:
+      return self._end((), Outcome.OK if is_over else Outcome.TURNS, self._verify(reply))
+    return messages, 0.0, False, False, self._progress.info(parts=parts)
+
+  def _call(self, parsed: tool_calls.Parsed, messages: list[Message]) -> bool:
+    """Run a reply's calls and append what answers them; EnvironmentFailure if a tool failed. True: the policy goes on."""
+    for call in parsed.calls:
+      messages.append(self._run(call))
+    messages.extend(self._observe(f'Error: {error}', is_error=True) for error in parsed.errors)
+    return True
+
+  def _act(self, reply: str, messages: list[Message]) -> bool:
+    """Give the session a reply without calls and append what it shows; return whether that was a move and not the last reply."""
+    try:
+      shown = self._session.act(reply)
+    except ToolError as error:
+      shown = f'Error: {error}'
+    except EnvironmentFailure:
+      raise
+    except Exception as error:  # the boundary to the domain's code: what a session does not declare is its failure, not the policy's
+      raise EnvironmentFailure(f'the session raised {error!r}') from error
+    if not isinstance(shown, str | None):
+      raise EnvironmentFailure(f'the session showed {type(shown).__name__}, expected text')
+    if shown is None:
+      return False
+    messages.append(Message(role='user', content=self._harmless(shown)))
+    return True
 
   def _run(self, call: tool_calls.ToolCall) -> Message:
     """Return the message that answers a call; EnvironmentFailure if the tool failed rather than the policy."""
@@ -185,15 +227,21 @@ class ToolEnv(gymnasium.Env[Observation, Any]):
     """Count a call and return its result as the policy sees it."""
     progress = self._progress
     self._progress = replace(progress, num_tool_calls=progress.num_tool_calls + 1, num_tool_errors=progress.num_tool_errors + is_error)
-    message = Message(role='tool', content=_clip(tool_calls.neutralize(content), self._max_observation_chars))
+    message = Message(role='tool', content=self._harmless(content))
     if name:
       message['name'] = name
     return message
 
+  def _harmless(self, content: str) -> str:
+    return _clip(tool_calls.neutralize(content), self._max_observation_chars)
+
   def _verify(self, reply: str) -> Verdict:
+    """Return the session's verdict on the last reply, with the parts of its state."""
     problem = self._progress.problem
     try:
-      verdict = self.domain.verifier.verify(problem, reply)
+      verdict = self._session.verify(reply)
+      if isinstance(verdict, Verdict) and verdict.is_valid:
+        verdict = replace(verdict, parts={**self._session.parts(), **verdict.parts})
     except Exception:  # the boundary to the verifiers' code: one that raises has failed, and its failure must not become a score
       _logger.warning('%s: the verifier raised', problem.id, exc_info=True)
       return Verdict(None, Reason.VERIFIER_ERROR)

@@ -136,8 +136,8 @@ class RLConfig:
     aggregation: how token losses become one number (`batching.step_denominator`); 'constant' divides by rollout.max_new_tokens.
     groups: problems of a step.
     group_size: samples of a problem.
-    max_rounds: above 1, groups without signal (all rewards equal) are dropped and replaced by new problems, at most so often (dynamic
-      sampling, arXiv:2503.14476 sec. 3.2).
+    max_rounds: above 1, groups without signal (all rewards equal, and all parts where they are paid) are dropped and replaced by new problems,
+      at most so often (dynamic sampling, arXiv:2503.14476 sec. 3.2).
     overlong: samples cut off by the length limit are graded as they stand, left out ('mask'), lose up to 1 ('penalty': the soft overlong
       punishment over the last `overlong_buffer` tokens of a reply), or earn what the critic expects of their rest ('bootstrap').
     minibatches: optimizer steps of a batch, each on its own share of the groups.

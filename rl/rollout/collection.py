@@ -14,7 +14,7 @@ from rl.curriculum import Curriculum
 from rl.rl_config import RLConfig
 from rl.rollout.ledger import Ledger
 from rl.rollout.worker import Assignment, Worker
-from rl.types import Group
+from rl.types import Group, Trajectory
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def collect(config: RLConfig, curriculum: Curriculum, worker: Worker, ledger: Le
       valid = [trajectory for trajectory in group.trajectories if trajectory.is_valid]
       if len(valid) < config.rollout.min_group_size:
         dropped.append((group, 'group_too_small'))
-      elif config.max_rounds > 1 and len({trajectory.reward for trajectory in valid}) == 1:
+      elif config.max_rounds > 1 and not _differ(config, valid):
         dropped.append((group, 'no_signal'))
       else:
         good.append((group.trajectories[0].group, group))
@@ -61,6 +61,12 @@ def collect(config: RLConfig, curriculum: Curriculum, worker: Worker, ledger: Le
     shown = '; '.join(f'{count}x {reason}' for reason, count in reasons.most_common(3))
     raise RuntimeError(f'None of {len(dropped)} groups came through, because the environments fail and not the policy: {shown}.')
   return Collected(tuple(group for _, group in sorted(good, key=lambda pair: pair[0])), tuple(dropped))
+
+
+def _differ(config: RLConfig, valid: Sequence[Trajectory]) -> bool:
+  """Return whether samples differ in what the verifier scores and, where that is paid, in what they added on the way."""
+  told = {(one.reward, tuple(one.parts.values()), one.turn_scores) if config.process.weight else one.reward for one in valid}
+  return len(told) > 1
 
 
 def summarize(collected: Collected, version: int) -> dict[str, float]:

@@ -1,5 +1,7 @@
 """Attacks on answers: what a policy could write to be paid without solving the problem, against every domain that needs no file.
 
+Where no answer is read and a state is verified instead (`planning/`), attacks are of another kind: tests/envs/test_planning.py.
+
 The ids name the kinds: A01 empty, A02 not text, A03 constants, A04 not finite, A05 spray, A06 hedge, A07 superstring, A08 suffix, A09 junk,
 A10 echo, A11 example, A12 reasoning, A13 form only, A14 copied input, A15 close, A16 tolerance, A17 truth values, A18 code, A19 bombs,
 A20 free constants, A36 padding, A37 Unicode, A38 locale and units. What submitted programs do when they run is tested with their verifier.
@@ -163,7 +165,7 @@ def math_domain():
   domain.verifier.close()
 
 
-DOMAINS = [name for name in registry.names() if not registry.needs_path(name)] + ['test/math']
+DOMAINS = [name for name in registry.names() if not registry.needs_path(name) and not name.startswith('planning/')] + ['test/math']
 
 
 @pytest.fixture

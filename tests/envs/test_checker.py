@@ -91,7 +91,7 @@ BROKEN = {
                       'may not fail on what a policy'),
     'fails on garbage': (toy.sums(verifier=right_or(lambda problem, reply: Verdict(0.0, Reason.WRONG) if reply.isascii() or len(reply) < 2
                                                     else Verdict(None, Reason.VERIFIER_ERROR))), 'may not fail on what a policy'),
-    'moody verifier': (toy.sums(verifier=right_or(lambda problem, reply: Verdict(0.0, Reason.WRONG, {'mood': next(COUNTER)}))),
+    'moody verifier': (toy.sums(verifier=right_or(lambda problem, reply: Verdict(0.0, Reason.WRONG, {'mood': 1 / (1 + next(COUNTER))}))),
                        "Gymnasium's check_env fails"),
     'impure generator': (toy.sums(source=Generated('toy/sums', 1, impure, 1)), 'two different tasks'),
     'global generator': (toy.sums(source=Generated('toy/sums', 1, impolite, 1)), 'global random generator'),
@@ -155,7 +155,7 @@ class Generous(ToolEnv):
 
 
 @pytest.mark.parametrize('kind,message', [
-    (Restless, 'differs between two environments'), (Endless, 'takes a step after the end of an episode that a final reply ended'),
+    (Restless, 'differs between two environments'), (Endless, 'takes a step after the end of an episode that the demonstration ended'),
     (Blurred, 'a reply cut off ends with terminated=True, truncated=False, length'), (Forgiving, 'a failing verifier becomes a score'),
     (Generous, 'gives the reward 2.0')])
 def test_broken_environments_are_named(monkeypatch, kind, message):
