@@ -60,14 +60,14 @@ PEERS = {
     # and its deviation is that of the siblings, here the group's.
     'as_nemo_rl': {'aggregation': 'token_mean', 'advantage.center': 'leave_one_out', 'loss.kl_coef': 0.01, 'loss.kl_estimator': 'k3',
                    **_NO_IMPORTANCE},
-    # OpenRLHF at 021d1b0, cli/train_ppo_ray.py with --advantage_estimator group_norm: k1 in the reward. It steps on 1024 problems in minibatches
-    # of 128 samples, 8 times for each sample of a problem; here 8 times in all. Its penalty is subtracted token by token after the
-    # normalization of the group, here from the sample's reward before it.
+    # OpenRLHF at 021d1b0, cli/train_ppo_ray.py with --advantage_estimator group_norm: k1 in the reward. 1024 problems in minibatches of 128
+    # samples are 8 steps for each sample of a problem; here they are 8. Its penalty is subtracted token by token after the normalization of
+    # the group, here from the sample's reward before it.
     'as_openrlhf': {'aggregation': 'token_mean', 'advantage.epsilon': 1e-9, 'minibatches': 8, 'reward_kl.coef': 0.01, **_NO_IMPORTANCE},
     # prime-rl at 065a864, configs/algorithm.py and losses.py: the ratio to the sampler, not clipped but masked by probabilities (DPPO), and no
     # division by the deviation. Its pull to the sampler (1e-3 times the squared log-ratio) is left out.
     'as_prime_rl': {'aggregation': 'token_mean', 'advantage.scale': 'none', 'loss.kind': 'dppo', 'loss.decoupled': False, **_NO_IMPORTANCE},
-    # SkyRL at 1331ec7, train/config/ppo_base_config.yaml: k3 in the loss, 1024 problems in minibatches of 256. Its clamps of k3 are left out.
+    # SkyRL at 1331ec7, train/config/ppo_base_config.yaml: k3 in the loss (its clamps left out), 1024 problems in minibatches of 256.
     'as_skyrl': {'aggregation': 'token_mean', 'minibatches': 4, 'loss.kl_coef': 1e-3, 'loss.kl_estimator': 'k3', **_NO_IMPORTANCE},
     # AReaL at e851361, examples/math/gsm8k_grpo_megatron_lora.yaml: decoupled, bounds of 0.4, weights above 5 left out, advantages whitened
     # after the group's normalization. (Its bare defaults have no baseline and k1 in the reward.)

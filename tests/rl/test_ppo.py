@@ -41,8 +41,7 @@ ALGORITHMS = {
     'reinforce_pp': of_preset('reinforce_pp'),
     'rloo': of_preset('rloo'),
     'cispo': of_preset('cispo', minibatches=2),
-    # The ratio of a reply of one token moves as far as those of tokens do.
-    'gspo': of_preset('gspo', minibatches=2, **{'loss.clip_low': 3e-2, 'loss.clip_high': 4e-2}),
+    'gspo': of_preset('gspo', minibatches=2),
     'decoupled': {**of_preset('decoupled'), 'rollout': dataclasses.replace(ROLLOUT, staleness=2)},
 }
 
