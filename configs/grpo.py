@@ -23,8 +23,10 @@ VARIANTS = {
     'gspo': {'loss.ratio': 'sequence', 'loss.clip_low': 3e-4, 'loss.clip_high': 4e-4},
     # arXiv:2506.13585: the clipped ratio weighs, and no token loses its gradient.
     'cispo': {'loss.kind': 'cispo', 'loss.clip_low': 1.0, 'loss.clip_high': 4.0, 'aggregation': 'token_mean'},
-    # arXiv:2602.04879: tokens are dropped by how far their probability has moved, and not by its ratio.
-    'dppo': {'loss.kind': 'dppo', 'aggregation': 'token_mean'},
+    # arXiv:2602.04879: tokens are dropped by how far their probability has moved from the sampler's (sec. 5.2), and not by its ratio; bounds
+    # and advantages are those of its authors' runs.
+    'dppo': {'loss.kind': 'dppo', 'loss.decoupled': False, 'loss.importance_cap': None, 'loss.clip_low': 0.15, 'loss.clip_high': 0.15,
+             'advantage.scale': 'none', 'aggregation': 'constant'},
     # arXiv:2402.14740.
     'rloo': {'loss.kind': 'reinforce', 'advantage.center': 'leave_one_out', 'advantage.scale': 'none', 'aggregation': 'sequence_sum'},
     # arXiv:2501.03262: rewards summed from each token on and whitened over the batch, which need no groups.
@@ -42,8 +44,8 @@ VARIANTS = {
     'naive': {'loss.decoupled': False, 'loss.importance_cap': None, 'aggregation': 'token_mean', 'minibatches': 4},
     # arXiv:2510.18855: no gradient of tokens where trainer and sampler are far apart, whichever is larger.
     'icepop': {'loss.importance_low': 0.5, 'loss.importance_cap': 5.0, 'loss.importance_mode': 'mask'},
-    # arXiv:2512.02556: unbiased KL, and failed replies that the policy has moved away from are left out.
-    'deepseek_v32': {'loss.kl_coef': 1e-3, 'loss.kl_estimator': 'k3_corrected', 'loss.opsm_nats': 0.5},
+    # arXiv:2512.02556: no division by the deviation, unbiased KL, and failed replies that the policy has moved away from are left out.
+    'deepseek_v32': {'advantage.scale': 'none', 'loss.kl_coef': 1e-3, 'loss.kl_estimator': 'k3_corrected', 'loss.opsm_nats': 0.5},
 }
 
 # GRPO as other systems compute it when asked for GRPO and left at their defaults, by the file that says so. The objective and how often a
