@@ -5,8 +5,8 @@ r"""Run a pipeline of post-training, each stage's checkpoint feeding the next: S
     python -m launch.pipeline ... --until=preference   # and go on later, with the same command without it
 
 Every stage is a process of its own, so its memory is given back. What is done is recorded when it is whole: the same command again, after
-whatever ended the last one, goes on where it was, and a stage that had begun continues from its own checkpoint. Settings of what has not begun
-may change; what was made with other settings, or from other files than there are now, is refused by name.
+whatever ended the last one, goes on where it was: a run from its own checkpoint, sampling with the groups that are not finished. Settings of
+what has not begun may change; what was made with other settings, or from other files than there are now, is refused by name.
 
 In the directory lie a run for each stage (`launch.report --workdir=runs/pipeline/sft`), `models/`, `data/`, `evaluations/`, `records/`, and
 `lineage.json`: for each stage its data with digests, its parent, its configuration, the code's revision, times and results.
@@ -18,6 +18,7 @@ from collections.abc import Iterator
 import contextlib
 import ctypes
 import fcntl
+import functools
 import logging
 import os
 from pathlib import Path
@@ -139,9 +140,10 @@ class Runner:
     return strata.write(strata.strata(config.mixture.components), action.output, protected)
 
   def _run(self, action: Action) -> dict:
-    for partial in Path(action.output).parent.glob(f'.{Path(action.output).name}.*.partial'):
-      shutil.rmtree(partial)  # What a killed export left.
-    process = subprocess.Popen([sys.executable, *action.command], pass_fds=(self._lock,), preexec_fn=_die_with_parent)
+    for left in ('partial', 'old'):  # By a killed export.
+      for directory in Path(action.output).parent.glob(f'.{Path(action.output).name}.*.{left}'):
+        shutil.rmtree(directory)
+    process = subprocess.Popen([sys.executable, *action.command], pass_fds=(self._lock,), preexec_fn=functools.partial(_die_with, os.getpid()))
     with _forwarded(process) as signals:
       status = process.wait()
     if signals:
@@ -182,10 +184,12 @@ def _try_lock(lock: int) -> bool:
   return True
 
 
-def _die_with_parent() -> None:
+def _die_with(parent: int) -> None:
   """Have Linux kill this process when the one that started it ends, so that a pipeline that was killed leaves no run behind."""
   if sys.platform == 'linux':
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # It ended before it was asked for.
+      os._exit(1)
 
 
 @contextlib.contextmanager

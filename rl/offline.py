@@ -168,15 +168,16 @@ def _loop(config, last_step: int, stage: Stage, state, host: HostState, steps, s
       reporter.add(step, taken, metrics)
       host = HostState(taken.documents, host.seed, host.config, host.revision, host.lineage)
       stop = stopping()
-      if step == last_step or stop or store.is_due(step):
-        reporter.flush()
-        store.save(step, state, host)
+      # Before the checkpoint, because a run that goes on from it does not evaluate this step again.
       if config.eval_every_steps and (step % config.eval_every_steps == 0 or step == last_step):
         reporter.flush()
         with board.paused():
           results = stage.evaluate(state.trainable)
           board.write(step, results)
         _LOG.info('step %d: %s', step, '  '.join(f'{name} {value:.4f}' for name, value in results.items()))
+      if step == last_step or stop or store.is_due(step):
+        reporter.flush()
+        store.save(step, state, host)
       if stop and step < last_step:
         _LOG.warning('Stopped by a signal after step %d; run the same command again to go on.', step)
         break

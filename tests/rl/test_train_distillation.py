@@ -298,7 +298,7 @@ def test_a_teacher_writes_texts(files):
   problems = [domain.problem('train', 1, index) for index in range(24)]
   settings = teacher_texts.TeacherConfig(str(files / 'teacher'), dtype='float32', samples=2, temperature=1.0, verified=True)
   counts = Counter()
-  rows = list(teacher_texts.conversations(settings, domain, problems, rollout, counts))
+  rows = list(teacher_texts.conversations(settings, domain, problems, rollout, counts, domain_settings={}, output=None))
   assert counts['kept'] == len(rows) >= 20 and counts['written twice'] >= 20
   assert sum(counts[cause] for cause in ('kept', 'written twice', 'wrong', 'cut off', 'not graded')) == 48
   assert all([message['role'] for message in row] == ['user', 'assistant'] and row[1]['content'] == row[0]['content'][0] for row in rows)
