@@ -16,10 +16,10 @@ _SHARED = ('seed', 'model', 'mesh', 'layout', 'cpu_devices')
 
 
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
-  """Return the settings; `arg` is '' or 'size=tiny'."""
+  """Return the settings; `arg` is '', 'size=small' or 'size=tiny'."""
   size = arg.removeprefix('size=')
   if size not in SIZES:
-    raise ValueError(f'configs/pipeline.py:{arg} asks for an unknown size; use none, or :size=tiny.')
+    raise ValueError(f'configs/pipeline.py:{arg} asks for an unknown size; use none, :size=small or :size=tiny.')
   shared = base.get_config()
   config = ml_collections.ConfigDict({
       'stage': 'pipeline',
@@ -75,6 +75,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   config.rlvr.length = 2048
   config.rlvr.rollout.max_length = 2048
   config.rlvr.rollout.max_new_tokens = 256
+  config.rlvr.rollout.describe_tools = False  # as in the mixture, whose demonstrations show how tools are called
   if size == 'small':
     fit_small(config)
   if size == 'tiny':
@@ -100,7 +101,7 @@ def fit_small(config: ml_collections.ConfigDict) -> None:
   config.layout.scan = False  # on CPU unrolled layers are a sixth faster
   config.layout.remat = 'none'
   config.export_dtype = 'bfloat16'  # what LoRA keeps its base in
-  config.pairs.update({'problems': 96, 'samples': 4, 'min_pairs': 64})
+  config.pairs.update({'problems': 144, 'samples': 4, 'min_pairs': 64})
   for stage in (config.sft, config.reward, config.preference, config.rlvr):
     stage.lora.rank = 16
     stage.optimizer.warmup_steps = 2
@@ -112,7 +113,7 @@ def fit_small(config: ml_collections.ConfigDict) -> None:
     stage.data.rows = 8
     stage.data.length = 384
     stage.data.micro_batches = 1
-    stage.data.heldout_fraction = 0.2
+    stage.data.heldout_fraction = 0.3
   config.sft.num_steps = 30
   config.sft.optimizer.learning_rate = 5e-4
   config.reward.num_steps = 12
@@ -123,9 +124,9 @@ def fit_small(config: ml_collections.ConfigDict) -> None:
   config.preference.optimizer.learning_rate = 3e-5
   config.student.num_steps = 40
   config.student.optimizer.learning_rate = 2e-4
-  config.rlvr.update({'num_steps': 12, 'groups': 8, 'group_size': 8, 'aggregation': 'token_mean', 'length': 192, 'rows': 8,
+  config.rlvr.update({'num_steps': 12, 'groups': 8, 'group_size': 8, 'aggregation': 'token_mean', 'length': 256, 'rows': 8,
                       'checkpoint_every_steps': 6})
-  config.rlvr.rollout.update({'max_new_tokens': 56, 'max_length': 192, 'slots': 64, 'steps_per_launch': 2, 'describe_tools': False})
+  config.rlvr.rollout.update({'max_new_tokens': 56, 'max_length': 192, 'slots': 64, 'steps_per_launch': 2})
   config.rlvr.eval.update({'problems': 96, 'every_steps': 0})
   config.rlvr.optimizer.learning_rate = 3e-5
 
