@@ -61,6 +61,7 @@ def main(_: list[str]) -> None:
     return
   if not Path(config.model.path).exists():
     raise FileNotFoundError(f'model.path={config.model.path!r} does not exist; give a Hugging Face directory or a .gguf file.')
+  pipeline_plan.check_layers(config)
   make_domains(config.domains)  # Says now, and not after hours, what is wrong with them or the sandbox.
   with _held(Path(_WORKDIR.value)) as lock:
     runner = Runner(config, Path(_WORKDIR.value), lock)

@@ -10,7 +10,7 @@ from configs import pipeline
 from launch import pipeline_plan
 from launch.pipeline_plan import PipelineConfig
 from rl import config as config_lib
-from tests import tiny
+from tests import tiny, tiny_model
 
 
 def build(arg='size=tiny', **changes):
@@ -160,6 +160,15 @@ def test_what_a_policy_samples_does_not_depend_on_how_it_is_trained():
 def test_mistakes_are_said_before_anything_runs(changes, message):
   with pytest.raises((ValueError, FileNotFoundError), match=message):
     pipeline_plan.plan(build(**changes), 'p')
+
+
+def test_layers_that_the_base_model_has_not_are_said_before_anything_runs(tmp_path):
+  model = str(tiny_model.write_model(tmp_path / 'model'))
+  pipeline_plan.check_layers(build(model__path=model))
+  pipeline_plan.check_layers(build(model__path=model, student_layers=(), stages=('sft', 'student')))
+  pipeline_plan.check_layers(build(model__path=model, student_layers=(99,), stages=('sft',)))
+  with pytest.raises(ValueError, match=r'config.student_layers: layers=\(1, 99\) must be increasing numbers of layers from 0 to \d'):
+    pipeline_plan.check_layers(build(model__path=model, student_layers=(1, 99)))
 
 
 def test_a_setting_that_the_pipeline_gives_is_not_a_runs_own():
