@@ -23,6 +23,7 @@ import logging
 import os
 from pathlib import Path
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -61,6 +62,7 @@ def main(_: list[str]) -> None:
     return
   if not Path(config.model.path).exists():
     raise FileNotFoundError(f'model.path={config.model.path!r} does not exist; give a Hugging Face directory or a .gguf file.')
+  pipeline_plan.check_layers(config)
   make_domains(config.domains)  # Says now, and not after hours, what is wrong with them or the sandbox.
   with _held(Path(_WORKDIR.value)) as lock:
     runner = Runner(config, Path(_WORKDIR.value), lock)
@@ -71,7 +73,7 @@ def main(_: list[str]) -> None:
       for action in stage.actions:
         runner.do(action)
       found = report_pipeline.write(_WORKDIR.value, config, stages)
-  print(report_pipeline.summary(found))
+  print(report_pipeline.summary(_WORKDIR.value, found))
 
 
 def _shown(action: Action) -> str:
@@ -117,14 +119,14 @@ class Runner:
     if 'end_s' in record and Path(action.output).exists():
       _LOG.info('%s: done before.', action.name)
       return
-    path, start_s = report_pipeline.record_path(self._workdir, action), time.time()
+    path, start_s, start_cpu_s = report_pipeline.record_path(self._workdir, action), time.time(), _cpu_s()
     begun = {**_decides(action), **{key: record[key] for key in ('revision', 'start_s')}, 'attempts': record['attempts'] + 1}
     lineage.write_json(path, begun)
     _LOG.info('%s -> %s', action.name, action.output)
     report = self._run(action) if action.command else self._write_mixture(action)
     files = lineage.describe(action.output) if action.is_data else []
     lineage.write_json(path, {**begun, 'report': report, 'files': files, 'output': lineage.fingerprint(action.output), 'end_s': time.time(),
-                              'last_attempt_s': time.time() - start_s})
+                              'last_attempt_s': time.time() - start_s, 'last_attempt_cpu_s': _cpu_s() - start_cpu_s})
 
   def _write_mixture(self, action: Action) -> dict:
     config = self._config
@@ -153,6 +155,11 @@ class Runner:
       why = f'ended with status {status}; what it said stands above' if status else f'ended at step {step} of {action.last_step}'
       raise SystemExit(f'launch.pipeline: {action.name} {why}. Run the same command again to go on. It was: {_shell(action)}')
     return lineage.read_json(Path(action.output).with_suffix('.report.json')) if action.is_data else {}
+
+
+def _cpu_s() -> float:
+  """Return the CPU time of this process and of those that it waited for."""
+  return sum(usage.ru_utime + usage.ru_stime for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
 
 
 def _decides(action: Action) -> dict:
