@@ -65,7 +65,9 @@ class Source:
 
   def identity(self) -> dict[str, Any]:
     """Return what it is as JSON values: models by their content, domains by their versions."""
-    versions = {name: [domain.version, domain.verifier.id, domain.verifier.version] for name, domain in self.domains.items()}
+    # Domains with sessions have no verifier of their own.
+    versions = {name: [domain.version, *([domain.verifier.id, domain.verifier.version] if domain.verifier else [])]
+                for name, domain in self.domains.items()}
     plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in ('model', 'rollout', 'domains')}
     return json.loads(json.dumps({'model': policy_lib.fingerprint(self.model), **plain, 'rollout': config_lib.to_json(self.rollout),
                                   'versions': versions}))

@@ -198,7 +198,8 @@ def refuse_other_run(stored: HostState, now: HostState, workdir: Path, free: Seq
 def begin(store: CheckpointStore, make_state: Callable[[], Any], host: HostState, workdir: Path, free: Sequence[str]) -> tuple[Any, HostState]:
   """Return the state and the host state to go on from: those of the newest checkpoint, or of a new run, `make_state()` and `host`.
 
-  Of what `make_state` returns there must be no other reference: the restored state takes its memory.
+  Of what `make_state` returns there must be no other reference, as there is none to what a learner's `init` donates: the restored state takes
+  its memory.
 
   Raises:
     ValueError: as `refuse_other_run`, before a state is made; the checkpoint does not fit the state.

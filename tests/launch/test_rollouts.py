@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 
+from envs import registry
 from envs.core import Outcome
 from launch import rollouts, teacher_texts
 from launch.rollouts import KeptGroups, Sampler, Source
@@ -134,6 +135,12 @@ def test_what_the_infrastructure_failed_is_tried_again(source, tmp_path, monkeyp
   assert len(list(sampler(source, tmp_path / 'x').collect(ASSIGNMENTS))) == 12
   kept = sampler(source, tmp_path / 'x')._kept
   assert [one.ordinal for one in ASSIGNMENTS if one in kept] == [1, 3, 5, 7, 9, 11]
+
+
+def test_domains_are_told_apart_by_versions_with_a_verifier_or_without(source):
+  jugs = registry.make_domain('planning/jugs')
+  versions = dataclasses.replace(source, domains={DOMAIN.name: DOMAIN, jugs.name: jugs}).identity()['versions']
+  assert versions == {'toy/echo': [1, 'toy/exact', 1], 'planning/jugs': [jugs.version]}
 
 
 @pytest.mark.parametrize('change, message', [
