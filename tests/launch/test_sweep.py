@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SVG = '{http://www.w3.org/2000/svg}'
 SWEEP = """
 import ml_collections
-from configs.sweeps import process, settings, toy
+from configs.sweeps import settings, toy
 
 def get_config():
   base = toy.base(level=1, max_new_tokens=2)
