@@ -1,11 +1,12 @@
-# make quickstart: from a fresh clone to a Gemma-3-270M that learned to calculate with a tool by GRPO.   make test: the default test suite.
+# make quickstart: from a fresh clone to a Gemma-3-270M that learned to calculate with a tool by GRPO.   make pipeline: all stages of
+# post-training with the same model.   make test: the default test suite.
 PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 RUNDIR ?= runs/quickstart
 SEED ?= 0
 
-.PHONY: setup setup-test quickstart test test-slow lint clean
+.PHONY: setup setup-test quickstart pipeline test test-slow lint clean
 
 setup: $(VENV)/.installed
 setup-test: $(VENV)/.installed-test
@@ -20,6 +21,12 @@ $(VENV)/.installed-test: setup.py
 
 quickstart: setup
 	@bash launch/quickstart.sh "$(RUN)" "$(RUNDIR)" "$(SEED)"
+
+pipeline: RUNDIR = runs/pipeline
+pipeline: setup
+	@bash launch/model.sh "$(RUN)" "$(RUNDIR)/gemma3-270m.gguf"
+	$(RUN) -m launch.pipeline --config=configs/pipeline.py:size=small --config.model.path="$(RUNDIR)/gemma3-270m.gguf" \
+	  --config.seed="$(SEED)" --workdir="$(RUNDIR)"
 
 test: setup-test
 	$(RUN) -m pytest -m 'not slow and not gpu'

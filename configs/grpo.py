@@ -23,8 +23,10 @@ VARIANTS = {
     'gspo': {'loss.ratio': 'sequence', 'loss.clip_low': 3e-4, 'loss.clip_high': 4e-4},
     # arXiv:2506.13585: the clipped ratio weighs, and no token loses its gradient.
     'cispo': {'loss.kind': 'cispo', 'loss.clip_low': 1.0, 'loss.clip_high': 4.0, 'aggregation': 'token_mean'},
-    # arXiv:2602.04879: tokens are dropped by how far their probability has moved, and not by its ratio.
-    'dppo': {'loss.kind': 'dppo', 'aggregation': 'token_mean'},
+    # arXiv:2602.04879: tokens are dropped by how far their probability has moved from the sampler's (sec. 5.2), and not by its ratio; bounds
+    # and advantages are those of its authors' runs.
+    'dppo': {'loss.kind': 'dppo', 'loss.decoupled': False, 'loss.importance_cap': None, 'loss.clip_low': 0.15, 'loss.clip_high': 0.15,
+             'advantage.scale': 'none', 'aggregation': 'constant'},
     # arXiv:2402.14740.
     'rloo': {'loss.kind': 'reinforce', 'advantage.center': 'leave_one_out', 'advantage.scale': 'none', 'aggregation': 'sequence_sum'},
     # arXiv:2501.03262: rewards summed from each token on and whitened over the batch, which need no groups.
@@ -42,8 +44,8 @@ VARIANTS = {
     'naive': {'loss.decoupled': False, 'loss.importance_cap': None, 'aggregation': 'token_mean', 'minibatches': 4},
     # arXiv:2510.18855: no gradient of tokens where trainer and sampler are far apart, whichever is larger.
     'icepop': {'loss.importance_low': 0.5, 'loss.importance_cap': 5.0, 'loss.importance_mode': 'mask'},
-    # arXiv:2512.02556: unbiased KL, and failed replies that the policy has moved away from are left out.
-    'deepseek_v32': {'loss.kl_coef': 1e-3, 'loss.kl_estimator': 'k3_corrected', 'loss.opsm_nats': 0.5},
+    # arXiv:2512.02556: no division by the deviation, unbiased KL, and failed replies that the policy has moved away from are left out.
+    'deepseek_v32': {'advantage.scale': 'none', 'loss.kl_coef': 1e-3, 'loss.kl_estimator': 'k3_corrected', 'loss.opsm_nats': 0.5},
 }
 
 # GRPO as other systems compute it when asked for GRPO and left at their defaults, by the file that says so. The objective and how often a
@@ -60,13 +62,14 @@ PEERS = {
     # and its deviation is that of the siblings, here the group's.
     'as_nemo_rl': {'aggregation': 'token_mean', 'advantage.center': 'leave_one_out', 'loss.kl_coef': 0.01, 'loss.kl_estimator': 'k3',
                    **_NO_IMPORTANCE},
-    # OpenRLHF at 021d1b0, cli/train_ppo_ray.py with --advantage_estimator group_norm: k1 in the reward, 1024 samples in minibatches of 128.
-    # Its penalty is subtracted token by token after the normalization of the group, here from the sample's reward before it.
+    # OpenRLHF at 021d1b0, cli/train_ppo_ray.py with --advantage_estimator group_norm: k1 in the reward. 1024 problems in minibatches of 128
+    # samples are 8 steps for each sample of a problem; here they are 8. Its penalty is subtracted token by token after the normalization of
+    # the group, here from the sample's reward before it.
     'as_openrlhf': {'aggregation': 'token_mean', 'advantage.epsilon': 1e-9, 'minibatches': 8, 'reward_kl.coef': 0.01, **_NO_IMPORTANCE},
     # prime-rl at 065a864, configs/algorithm.py and losses.py: the ratio to the sampler, not clipped but masked by probabilities (DPPO), and no
     # division by the deviation. Its pull to the sampler (1e-3 times the squared log-ratio) is left out.
     'as_prime_rl': {'aggregation': 'token_mean', 'advantage.scale': 'none', 'loss.kind': 'dppo', 'loss.decoupled': False, **_NO_IMPORTANCE},
-    # SkyRL at 1331ec7, train/config/ppo_base_config.yaml: k3 in the loss, 1024 problems in minibatches of 256.
+    # SkyRL at 1331ec7, train/config/ppo_base_config.yaml: k3 in the loss (its clamps left out), 1024 problems in minibatches of 256.
     'as_skyrl': {'aggregation': 'token_mean', 'minibatches': 4, 'loss.kl_coef': 1e-3, 'loss.kl_estimator': 'k3', **_NO_IMPORTANCE},
     # AReaL at e851361, examples/math/gsm8k_grpo_megatron_lora.yaml: decoupled, bounds of 0.4, weights above 5 left out, advantages whitened
     # after the group's normalization. (Its bare defaults have no baseline and k1 in the reward.)

@@ -14,22 +14,27 @@ import ml_collections
 
 from configs import grpo
 
+# What it changes of GRPO's settings.
+CHANGES = {
+    'groups': 128,  # one sample of a problem is enough: the critic is what it is compared with
+    'group_size': 1,
+    'rollout.min_group_size': 1,
+    'advantage.estimator': 'gae',
+    'advantage.center': 'none',
+    'advantage.scale': 'none',
+    'advantage.trace': 0.95,
+    'advantage.whiten': True,
+    'critic.optimizer.learning_rate': 1e-5,
+    'critic.trace': 1.0,  # returns without bias, as replies are long and rewards come at their end
+    'critic.warmup_steps': 5,
+    'aggregation': 'token_mean',
+    'minibatches': 4,
+    # arXiv:1909.08593 sec. 2.2: the KL divergence is a part of the reward; a target (in nats of a sample) adapts the coefficient.
+    'reward_kl.coef': 0.001,
+}
+
 
 def get_config() -> ml_collections.ConfigDict:
   config = grpo.get_config()
-  config.groups = 128  # one sample of a problem is enough: the critic is what it is compared with
-  config.group_size = 1
-  config.rollout.min_group_size = 1
-  config.advantage.estimator = 'gae'
-  config.advantage.center = 'none'
-  config.advantage.scale = 'none'
-  config.advantage.trace = 0.95
-  config.advantage.whiten = True
-  config.critic.optimizer.learning_rate = 1e-5
-  config.critic.trace = 1.0  # returns without bias, as replies are long and rewards come at their end
-  config.critic.warmup_steps = 5
-  config.aggregation = 'token_mean'
-  config.minibatches = 4
-  # arXiv:1909.08593 sec. 2.2: the KL divergence is a part of the reward; a target (in nats of a sample) adapts the coefficient.
-  config.reward_kl.coef = 0.001
+  config.update_from_flattened_dict(CHANGES)
   return config

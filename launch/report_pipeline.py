@@ -1,4 +1,4 @@
-"""What a pipeline was made of and what came of it: `lineage.json` from the records of its actions and the files of its runs, and a table.
+"""What a pipeline was made of and what came of it: `lineage.json` from the records of its actions and the files of its runs, and tables.
 
 Deliberately absent: pages and curves; each stage is a run that `launch.report` shows.
 """
@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from launch import report_run, report_text
-from launch.pipeline_plan import Action, PipelineConfig, Stage
+from launch.pipeline_plan import Action, Layout, PipelineConfig, Stage
 from rl import config as config_lib
 from rl import lineage, monitor
-from rl.evals.stats import Rate
+from rl.evals import stats
 
 LINEAGE_FILE = 'lineage.json'
 # Of each stage the metric that says most, the first of these that its run has.
@@ -69,6 +70,7 @@ def _entry(stage: Stage, records: Mapping[str, Mapping[str, Any]], earlier: Mapp
     entry |= {'revision': records[stage.actions[-1].name]['revision'], 'start_s': min(record['start_s'] for record in records.values()),
               'end_s': max(record['end_s'] for record in records.values()),
               'work_s': sum(record['last_attempt_s'] for record in records.values()),
+              'work_cpu_s': sum(record['last_attempt_cpu_s'] for record in records.values()),
               'attempts': max(record['attempts'] for record in records.values())}
   return entry
 
@@ -76,24 +78,56 @@ def _entry(stage: Stage, records: Mapping[str, Mapping[str, Any]], earlier: Mapp
 def _key_metric(stage: str, directory: Path) -> dict[str, Any] | None:
   metrics = report_run.read_run(directory).metrics
   name = next((name for name in _KEY_METRICS[stage] if name in metrics), None)
-  known = [(step, value) for step, value in zip(metrics[name].steps, metrics[name].values, strict=True) if value is not None] if name else []
-  return {'name': name, 'first': known[0], 'last': known[-1]} if known else None
+  known = _known(metrics[name]) if name else []
+  if not known:
+    return None
+  comparisons = _known(metrics['heldout/comparisons']) if name == 'heldout/accuracy' and 'heldout/comparisons' in metrics else []
+  return {'name': name, 'first': known[0], 'last': known[-1], 'comparisons': int(comparisons[-1][1]) if comparisons else None}
 
 
-def summary(value: Mapping[str, Any]) -> str:
-  """Return a pipeline's table: each stage with its steps, seconds, key metric at its first and last measurement, and held-out pass@1."""
-  rows = [['stage', 'from', 'steps', 'seconds', 'metric', 'first', 'last', 'held-out pass@1']]
-  for entry in value['stages']:
-    metric, rate = entry.get('key_metric'), entry.get('heldout')
-    shown = [metric['name'], *(f'{number:.4f} (step {step})' for step, number in (metric['first'], metric['last']))] if metric else ['-'] * 3
-    estimate = Rate(rate['passed'], rate['graded']).estimate if rate and rate['graded'] else None
-    rows.append([entry['stage'], entry['parent'] or '', str(entry.get('steps', '')), f'{entry["work_s"]:.0f}' if 'work_s' in entry else '',
-                 *shown, f'{estimate.value:.1%} [{estimate.low:.1%}, {estimate.high:.1%}]' if estimate else '-'])
-  total_s = sum(entry.get('work_s', 0) for entry in value['stages'])
+def _known(series: report_run.Series) -> list[tuple[int, float]]:
+  return [(step, value) for step, value in zip(series.steps, series.values, strict=True) if value is not None]
+
+
+def summary(workdir: str | Path, value: Mapping[str, Any]) -> str:
+  """Return what a pipeline did: its stages with their cost and key metric, what each changed on held-out problems, notes on its data."""
+  evaluations = [replace(report_run.read_baseline(Layout(Path(workdir)).evaluation(entry['stage'])), name=entry['stage'])
+                 for entry in value['stages'] if 'heldout' in entry]
   last = value['stages'][-1]['model']['path'] if value['stages'][-1].get('model') else ''
-  ends = [f'{total_s:.0f} s in all.'] + ([f'The policy is in {report_text.visible(last)}.'] if last else [])
   notes = [note for entry in value['stages'] for data in entry['data'] for note in _notes_on(data)]
-  return '\n'.join([report_text.grid(rows), '', *dict.fromkeys(notes), ' '.join(ends)])
+  parts = [_stages(value['stages']), *_heldout(evaluations), '\n'.join(dict.fromkeys(notes)),
+           f'The policy is in {report_text.visible(last)}.' if last else '']
+  return '\n\n'.join(part for part in parts if part)
+
+
+def _stages(entries: Sequence[Mapping[str, Any]]) -> str:
+  rows = [['stage', 'from', 'steps', 'seconds', 'CPU seconds', 'metric of its run', 'first', 'last']]
+  for entry in entries:
+    work = [f'{entry[key]:.0f}' if key in entry else '' for key in ('work_s', 'work_cpu_s')]
+    rows.append([entry['stage'], entry['parent'] or '', str(entry.get('steps', '')), *work, *_ends(entry.get('key_metric'))])
+  rows.append(['in all', '', '', *(f'{sum(entry.get(key, 0) for entry in entries):.0f}' for key in ('work_s', 'work_cpu_s')), '', '', ''])
+  return report_text.grid(rows)
+
+
+def _ends(metric: Mapping[str, Any] | None) -> list[str]:
+  """Return a metric's name, and its first and its last value; of one measurement only the last."""
+  if metric is None:
+    return ['', '', '']
+  (first_step, first), (last_step, last) = metric['first'], metric['last']
+  shown = f'{last:.4f} (step {last_step})'
+  if metric['comparisons']:
+    estimate = stats.proportion(last * metric['comparisons'], metric['comparisons'])
+    shown = f'{last:.1%} [{estimate.low:.1%}, {estimate.high:.1%}] of {metric["comparisons"]} pairs'
+  return [metric['name'], f'{first:.4f} (step {first_step})' if first_step < last_step else '', shown]
+
+
+def _heldout(evaluations: Sequence[report_run.Evaluation]) -> list[str]:
+  """Return the tables of pass@1, each policy beside the one before it."""
+  if not evaluations:
+    return []
+  names, (overall, *places) = [evaluation.name for evaluation in evaluations], report_run.compare(evaluations)
+  return ['Held-out pass@1 with 95 % intervals:', report_text.overall(names, overall),
+          'By domain and level:', report_text.by_place(names, places)]
 
 
 def _notes_on(data: Mapping[str, Any]) -> list[str]:

@@ -1,19 +1,21 @@
 """What a teacher itself writes on a domain's problems, as training data (sequence-level distillation, arXiv:1606.07947).
 
 The teacher is sampled with the engine, environments, tools and verifiers of reinforcement learning, so a student that learns from the texts
-has seen what it will be asked. Only whole conversations are kept; with a verifier, if asked, only right ones (rejection sampling).
+has seen what it will be asked. Only whole conversations are kept; with a verifier, if asked, only right ones (rejection sampling). What a
+process that is killed had sampled is not sampled again (`rollouts`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from envs.core import Domain, Outcome, Problem
 from launch import rollouts
 from models import chat, sharding
-from models.sampling import Sampling
 from rl.rollout.worker import Assignment, RolloutConfig
 from rl.types import Group, Trajectory
 
@@ -53,19 +55,23 @@ class TeacherConfig:
       raise ValueError(f'samples={self.samples} at temperature=0 would all be the same text; raise the temperature, or use one sample.')
 
 
-def conversations(config: TeacherConfig, domain: Domain, problems: Iterable[Problem], rollout: RolloutConfig,
-                  counts: Counter) -> Iterator[Sequence]:
+def conversations(config: TeacherConfig, domain: Domain, problems: Iterable[Problem], rollout: RolloutConfig, counts: Counter, *,
+                  domain_settings: Mapping[str, Any], output: Path | None) -> Iterator[Sequence]:
   """Yield the messages of each text that is kept, problems in order, and count in `counts` what became of all.
 
+  Args:
+    domain_settings, output: as of `rollouts.Source` and `rollouts.Sampler`.
+
   Raises:
-    ValueError, FileNotFoundError: what `policy.load` refuses.
+    ValueError, FileNotFoundError: what `policy.load` refuses, or `rollouts.Sampler`.
     RuntimeError: the model's logits are not finite.
   """
-  worker = rollouts.worker_on(sharding.make_mesh(data=-1), config.path, rollout, {domain.name: domain}, template=config.chat_template,
-                              step=config.step, dtype=config.dtype, seed=config.seed)
+  source = rollouts.Source(config.path, config.step, config.chat_template, config.dtype, rollout, {domain.name: domain}, domain_settings,
+                           config.seed, config.samples, config.temperature)
+  sampler = rollouts.Sampler(source, lambda: sharding.make_mesh(data=-1), output)
   assignments = [Assignment(number, problem) for number, problem in enumerate(problems)]
   for start in range(0, len(assignments), _PROBLEMS_AT_ONCE):
-    groups = list(worker.collect(assignments[start:start + _PROBLEMS_AT_ONCE], config.samples, Sampling(temperature=config.temperature)))
+    groups = sampler.collect(assignments[start:start + _PROBLEMS_AT_ONCE])
     for group in sorted(groups, key=lambda group: group.trajectories[0].group):
       for trajectory in kept(group, config.verified, counts):
         yield trajectory.messages

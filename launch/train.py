@@ -29,6 +29,7 @@ def main(_: list[str]) -> None:
   stage = _CONFIG.value.get('stage')
   record, run = stages.find(stage)
   config = config_lib.build(record, _CONFIG.value)
+  launch.join_processes()
   startup.use_cpu_devices(config.cpu_devices)
   startup.check_backend()
   results = run(config, _WORKDIR.value)

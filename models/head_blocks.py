@@ -209,3 +209,50 @@ def rows_of(unembed_VD, ids, dtype) -> jax.Array:
   found = take_rows(unembed_VD, jnp.where(is_mine, ids, 0).reshape(-1)).reshape(*ids.shape, -1)
   return jnp.where(is_mine[..., None], found, 0).astype(dtype)
 
+
+def gradients(plan: Plan, whole_VD, alive_BT, per_token: tuple, dlogits: Callable, dtype, add: Callable | None = None):
+  """Return (dhidden_BTD, dunembed_VD or None) from `dlogits(a chunk's per-token arrays, block_VD, start, size)`, dlogits_VT of each block.
+
+  The hidden states are the first of `per_token`, and `alive_BT` says which of them have a gradient. `add(arrays, dhidden_TD, dunembed_VD)`
+  adds to both what is not dense over the vocabulary, once for each chunk.
+  """
+  chunks = chunks_of(plan, alive_BT)
+  arrays = tuple(chunks.take(x) for x in per_token)
+  operand, embed = per_token[0].dtype, per_token[0].shape[-1]
+
+  def of(index):
+    return tuple(lax.dynamic_index_in_dim(x, index, keepdims=False) for x in arrays)
+
+  def body(carry, block, start, size):
+    del block
+    block_VD = rows(whole_VD, start, size, operand)
+    block_DV = transposed(block_VD)
+
+    def chunk(index, carry):
+      dblock_VD, dhidden = carry
+      taken = of(index)
+      dlogits_VT = dlogits(taken, block_VD, start, size).astype(operand)
+      if plan.unembed_grad:
+        dblock_VD = dblock_VD + dot(dlogits_VT, taken[0], 0)
+      dhidden_DT = lax.dynamic_index_in_dim(dhidden, index, keepdims=False) + dot(block_DV, dlogits_VT, 0)
+      return dblock_VD, lax.dynamic_update_index_in_dim(dhidden, dhidden_DT, index, 0)
+
+    dhidden, dunembed_VD = carry
+    dblock_VD, dhidden = chunks.fold(chunk, (jnp.zeros((size, embed), jnp.float32) if plan.unembed_grad else None, dhidden))
+    if plan.unembed_grad:
+      dunembed_VD = lax.dynamic_update_slice_in_dim(dunembed_VD, dblock_VD, start, 0)
+    return dhidden, dunembed_VD
+
+  dunembed_VD = jnp.zeros(whole_VD.shape, jnp.float32) if plan.unembed_grad else None
+  dhidden = jnp.zeros((chunks.count, embed, chunks.size), jnp.float32)
+  dhidden, dunembed_VD = over_blocks(whole_VD.shape[0], body, (dhidden, dunembed_VD))
+  dhidden = dhidden.swapaxes(1, 2)
+  if add is not None:
+    def sparse(index, carry):
+      dhidden, dunembed_VD = carry
+      dhidden_TD, dunembed_VD = add(of(index), lax.dynamic_index_in_dim(dhidden, index, keepdims=False), dunembed_VD)
+      return lax.dynamic_update_index_in_dim(dhidden, dhidden_TD, index, 0), dunembed_VD
+
+    dhidden, dunembed_VD = chunks.fold(sparse, (dhidden, dunembed_VD))
+  dhidden_BTD = chunks.put(over_vocab(plan, lax.psum, dhidden)).astype(operand)
+  return dhidden_BTD, reduced_gradient(plan, dunembed_VD, dtype) if plan.unembed_grad else None

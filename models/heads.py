@@ -188,46 +188,23 @@ def _scores_backward(plan, saved, cotangents):
     return dhidden_BTD, None, None, None
 
   def device(hidden_BTD, unembed_VD, targets_BT, mask_BT, lse_BT, *rest):
-    dtype, embed = hidden_BTD.dtype, hidden_BTD.shape[-1]
     alive_BT = functools.reduce(jnp.logical_or, [x != 0 for x in rest[plan.entropy:]])
-    whole_VD = blocks.whole_head(plan, unembed_VD, dtype)
-    chunks = blocks.chunks_of(plan, mask_BT & alive_BT)
-    arrays = tuple(chunks.take(x) for x in (hidden_BTD, blocks.local_ids(plan, targets_BT, whole_VD), lse_BT, *rest))
+    whole_VD = blocks.whole_head(plan, unembed_VD, hidden_BTD.dtype)
 
-    def body(carry, block, start, size):
-      block_VD = blocks.rows(whole_VD, start, size, dtype)
-      block_DV = blocks.transposed(block_VD)
+    def dlogits(arrays, block_VD, start, size):
+      hidden_TD, targets_T, lse_T, *rest = arrays
+      logits_VT, slope_VT = blocks.logits(plan, block_VD, hidden_TD)
+      surprise_VT = logits_VT - lse_T[None]
+      if plan.entropy:
+        entropy_T, glogprob_T, gentropy_T = rest
+        pull_VT = glogprob_T[None] + gentropy_T[None] * (surprise_VT + entropy_T[None])
+      else:
+        glogprob_T, = rest
+        pull_VT = glogprob_T[None]
+      return (jnp.where(blocks.hits(start, size, targets_T), glogprob_T[None], 0) - jnp.exp(surprise_VT) * pull_VT) * slope_VT
 
-      def chunk(index, carry):
-        dblock_VD, dhidden = carry
-        hidden_TD, targets_T, lse_T, *rest = (lax.dynamic_index_in_dim(x, index, keepdims=False) for x in arrays)
-        logits_VT, slope_VT = blocks.logits(plan, block_VD, hidden_TD)
-        surprise_VT = logits_VT - lse_T[None]
-        if plan.entropy:
-          entropy_T, glogprob_T, gentropy_T = rest
-          pull_VT = glogprob_T[None] + gentropy_T[None] * (surprise_VT + entropy_T[None])
-        else:
-          glogprob_T, = rest
-          pull_VT = glogprob_T[None]
-        dlogits_VT = jnp.where(blocks.hits(start, size, targets_T), glogprob_T[None], 0) - jnp.exp(surprise_VT) * pull_VT
-        dlogits_VT = (dlogits_VT * slope_VT).astype(dtype)
-        if plan.unembed_grad:
-          dblock_VD = dblock_VD + blocks.dot(dlogits_VT, hidden_TD, 0)
-        dhidden_DT = lax.dynamic_index_in_dim(dhidden, index, keepdims=False) + blocks.dot(block_DV, dlogits_VT, 0)
-        return dblock_VD, lax.dynamic_update_index_in_dim(dhidden, dhidden_DT, index, 0)
-
-      dhidden, dunembed_VD = carry
-      dblock_VD = jnp.zeros((size, embed), jnp.float32) if plan.unembed_grad else None
-      dblock_VD, dhidden = chunks.fold(chunk, (dblock_VD, dhidden))
-      if plan.unembed_grad:
-        dunembed_VD = lax.dynamic_update_slice_in_dim(dunembed_VD, dblock_VD, start, 0)
-      return dhidden, dunembed_VD
-
-    dunembed_VD = jnp.zeros(whole_VD.shape, jnp.float32) if plan.unembed_grad else None
-    dhidden = jnp.zeros((chunks.count, embed, chunks.size), jnp.float32)
-    dhidden, dunembed_VD = blocks.over_blocks(whole_VD.shape[0], body, (dhidden, dunembed_VD))
-    dhidden_BTD = chunks.put(blocks.over_vocab(plan, lax.psum, dhidden.swapaxes(1, 2))).astype(dtype)
-    return dhidden_BTD, blocks.reduced_gradient(plan, dunembed_VD, unembed_VD.dtype) if plan.unembed_grad else None
+    per_token = (hidden_BTD, blocks.local_ids(plan, targets_BT, whole_VD), lse_BT, *rest)
+    return blocks.gradients(plan, whole_VD, mask_BT & alive_BT, per_token, dlogits, unembed_VD.dtype)
 
   hidden_BTD, unembed_VD, targets_BT, mask_BT, *per_token = saved
   run = blocks.on_mesh(plan, device, num_per_token=2 + len(per_token) + len(cotangents), num_returned=0, gradients=True)

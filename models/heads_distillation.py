@@ -154,12 +154,16 @@ def _on_mesh(pair: _Pair, device: Callable, *, num_per_token: int, returned: tup
                        out_specs=returned, check_vma=False)
 
 
-def _both(pair: _Pair, hidden: tuple, heads: tuple, start, size: int, temperature) -> tuple[jax.Array, jax.Array, jax.Array | float]:
+def _both(pair: _Pair, hidden: tuple, both_VD: tuple, temperature) -> tuple[jax.Array, jax.Array, jax.Array | float]:
   """Return a block's logits_VT of student and teacher over the temperature, and the derivative of the student's in its raw ones."""
-  (student_TD, teacher_TD), (student_VD, teacher_VD) = hidden, heads
-  logits_VT, slope_VT = blocks.logits(pair.student, blocks.rows(student_VD, start, size, student_TD.dtype), student_TD)
-  teacher_VT, _ = blocks.logits(pair.teacher, blocks.rows(teacher_VD, start, size, teacher_TD.dtype), teacher_TD)
+  (student_TD, teacher_TD), (student_VD, teacher_VD) = hidden, both_VD
+  logits_VT, slope_VT = blocks.logits(pair.student, student_VD, student_TD)
+  teacher_VT, _ = blocks.logits(pair.teacher, teacher_VD, teacher_TD)
   return logits_VT / temperature, teacher_VT / temperature, slope_VT / temperature
+
+
+def _rows_of_both(hidden: tuple, heads: tuple, start, size: int) -> tuple[jax.Array, ...]:
+  return tuple(blocks.rows(head_VD, start, size, hidden_TD.dtype) for head_VD, hidden_TD in zip(heads, hidden, strict=True))
 
 
 def _compare(pair: _Pair, hidden: tuple, heads: tuple, temperature) -> tuple[jax.Array, ...]:
@@ -168,7 +172,7 @@ def _compare(pair: _Pair, hidden: tuple, heads: tuple, temperature) -> tuple[jax
 
   def body(walks, block, start, size):
     del block
-    logits = _both(pair, hidden, heads, start, size, temperature)[:2]
+    logits = _both(pair, hidden, _rows_of_both(hidden, heads, start, size), temperature)[:2]
     new = tuple(_step(walk, own_VT, start) for walk, own_VT in zip(walks, logits, strict=True))
     if pair.kind != 'jensen_shannon':
       # Of the KL divergence's first argument: the sum of exp(z) (z - z'), relative to its own maximum.
@@ -226,7 +230,7 @@ def _mixture_sums(pair: _Pair, hidden, heads, lse_T, teacher_lse_T, temperature)
   """Return the Jensen-Shannon divergence of each token, and KL(q | m)."""
   def body(carry, block, start, size):
     del block
-    logits_VT, teacher_VT, _ = _both(pair, hidden, heads, start, size, temperature)
+    logits_VT, teacher_VT, _ = _both(pair, hidden, _rows_of_both(hidden, heads, start, size), temperature)
     logq_VT, logp_VT = logits_VT - lse_T[None], teacher_VT - teacher_lse_T[None]
     logm_VT = _log_mixture(pair, logp_VT, logq_VT)
     return (carry[0] + (jnp.exp(logp_VT) * (logp_VT - logm_VT)).sum(0), carry[1] + (jnp.exp(logq_VT) * (logq_VT - logm_VT)).sum(0))
@@ -254,13 +258,14 @@ def _divergence_backward(pair, saved, cotangents):
     heads = (blocks.whole_head(plan, unembed_VD, hidden_BTD.dtype),
              blocks.whole_head(pair.teacher, teacher_unembed_VD, teacher_hidden_BTD.dtype))
 
-    def dlogits(arrays, start, size):
+    def dlogits(arrays, block_VD, start, size):
       student_TD, teacher_TD, lse_T, teacher_lse_T, mean_T, gradient_T = arrays
-      logits_VT, teacher_VT, slope_VT = _both(pair, (student_TD, teacher_TD), heads, start, size, temperature)
+      both_VD = (block_VD, blocks.rows(heads[1], start, size, teacher_TD.dtype))
+      logits_VT, teacher_VT, slope_VT = _both(pair, (student_TD, teacher_TD), both_VD, temperature)
       return gradient_T[None] * _pull(pair, logits_VT - lse_T[None], teacher_VT - teacher_lse_T[None], mean_T) * slope_VT
 
     alive_BT = mask_BT & (per_token[-1] != 0)
-    return _gradients(plan, heads[0], alive_BT, (hidden_BTD, teacher_hidden_BTD, *per_token), dlogits, unembed_VD.dtype)
+    return blocks.gradients(plan, heads[0], alive_BT, (hidden_BTD, teacher_hidden_BTD, *per_token), dlogits, unembed_VD.dtype)
 
   grads = (P(*plan.tokens, None), plan.unembed if plan.unembed_grad else None)
   run = _on_mesh(pair, device, num_per_token=2 + len(per_token), returned=grads)
@@ -269,53 +274,6 @@ def _divergence_backward(pair, saved, cotangents):
 
 
 _divergence.defvjp(_divergence_forward, _divergence_backward)
-
-
-def _gradients(plan: blocks.Plan, whole_VD, alive_BT, per_token: tuple, dlogits: Callable, dtype, add: Callable | None = None):
-  """Return (dhidden_BTD, dunembed_VD or None) from `dlogits(a chunk's per-token arrays, start, size)` of each block.
-
-  The student's hidden states are the first of `per_token`. `add(arrays, dhidden_TD, dunembed_VD)` adds to both what is not dense over the
-  vocabulary, once for each chunk.
-  """
-  chunks = blocks.chunks_of(plan, alive_BT)
-  arrays = tuple(chunks.take(x) for x in per_token)
-  operand, embed = per_token[0].dtype, per_token[0].shape[-1]
-
-  def of(index):
-    return tuple(lax.dynamic_index_in_dim(x, index, keepdims=False) for x in arrays)
-
-  def body(carry, block, start, size):
-    del block
-    block_DV = blocks.transposed(blocks.rows(whole_VD, start, size, operand))
-
-    def chunk(index, carry):
-      dblock_VD, dhidden = carry
-      taken = of(index)
-      dlogits_VT = dlogits(taken, start, size).astype(operand)
-      if plan.unembed_grad:
-        dblock_VD = dblock_VD + blocks.dot(dlogits_VT, taken[0], 0)
-      dhidden_DT = lax.dynamic_index_in_dim(dhidden, index, keepdims=False) + blocks.dot(block_DV, dlogits_VT, 0)
-      return dblock_VD, lax.dynamic_update_index_in_dim(dhidden, dhidden_DT, index, 0)
-
-    dhidden, dunembed_VD = carry
-    dblock_VD, dhidden = chunks.fold(chunk, (jnp.zeros((size, embed), jnp.float32) if plan.unembed_grad else None, dhidden))
-    if plan.unembed_grad:
-      dunembed_VD = lax.dynamic_update_slice_in_dim(dunembed_VD, dblock_VD, start, 0)
-    return dhidden, dunembed_VD
-
-  dunembed_VD = jnp.zeros(whole_VD.shape, jnp.float32) if plan.unembed_grad else None
-  dhidden = jnp.zeros((chunks.count, embed, chunks.size), jnp.float32)
-  dhidden, dunembed_VD = blocks.over_blocks(whole_VD.shape[0], body, (dhidden, dunembed_VD))
-  dhidden = dhidden.swapaxes(1, 2)
-  if add is not None:
-    def sparse(index, carry):
-      dhidden, dunembed_VD = carry
-      dhidden_TD, dunembed_VD = add(of(index), lax.dynamic_index_in_dim(dhidden, index, keepdims=False), dunembed_VD)
-      return lax.dynamic_update_index_in_dim(dhidden, dhidden_TD, index, 0), dunembed_VD
-
-    dhidden, dunembed_VD = chunks.fold(sparse, (dhidden, dunembed_VD))
-  dhidden_BTD = chunks.put(blocks.over_vocab(plan, lax.psum, dhidden)).astype(operand)
-  return dhidden_BTD, blocks.reduced_gradient(plan, dunembed_VD, dtype) if plan.unembed_grad else None
 
 
 # Some words.
@@ -385,9 +343,10 @@ def _logprobs_at_backward(plan, saved, cotangents):
     dtype = hidden_BTD.dtype
     whole_VD = blocks.whole_head(plan, unembed_VD, dtype)
 
-    def dlogits(arrays, start, size):
+    def dlogits(arrays, block_VD, start, size):
+      del start, size
       hidden_TD, _, _, lse_T, gradient_TJ = arrays
-      logits_VT, slope_VT = blocks.logits(plan, blocks.rows(whole_VD, start, size, dtype), hidden_TD)
+      logits_VT, slope_VT = blocks.logits(plan, block_VD, hidden_TD)
       return -jnp.exp(logits_VT / temperature - lse_T[None]) * gradient_TJ.sum(1)[None] * (slope_VT / temperature)
 
     def add(arrays, dhidden_TD, dunembed_VD):
@@ -403,7 +362,7 @@ def _logprobs_at_backward(plan, saved, cotangents):
       return dhidden_TD, dunembed_VD
 
     per_token = (hidden_BTD, blocks.local_ids(plan, ids_BTJ, whole_VD), logprobs_BTJ, lse_BT, gradient_BTJ)
-    return _gradients(plan, whole_VD, mask_BT & jnp.any(gradient_BTJ != 0, -1), per_token, dlogits, unembed_VD.dtype, add)
+    return blocks.gradients(plan, whole_VD, mask_BT & jnp.any(gradient_BTJ != 0, -1), per_token, dlogits, unembed_VD.dtype, add)
 
   per_word = P(*plan.tokens, None)
   run = jax.shard_map(device, in_specs=(per_word, plan.unembed, per_word, plan.tokens, P(), per_word, plan.tokens, per_word),

@@ -17,6 +17,12 @@ from models import presets
 from models.config import ModelConfig
 
 
+def check_layers(layers: Sequence[int], num_layers: int) -> None:
+  """Raise ValueError if there are no layers, or their numbers do not increase or are not those of a model of `num_layers`."""
+  if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < num_layers:
+    raise ValueError(f'layers={tuple(layers)} must be increasing numbers of layers from 0 to {num_layers - 1}, at least one.')
+
+
 def slice_layers(params: Any, config: ModelConfig, layers: Sequence[int]) -> tuple[Any, ModelConfig]:
   """Return (params, config) of the model that has only these layers, in this order (arXiv:1910.01108 sec. 3).
 
@@ -28,8 +34,7 @@ def slice_layers(params: Any, config: ModelConfig, layers: Sequence[int]) -> tup
     ValueError: no layers, or numbers that do not increase or are not the model's; adapters.
   """
   chosen = tuple(layers)
-  if not chosen or list(chosen) != sorted(set(chosen)) or not 0 <= chosen[0] <= chosen[-1] < config.num_layers:
-    raise ValueError(f'layers={chosen} must be increasing numbers of layers from 0 to {config.num_layers - 1}, at least one.')
+  check_layers(chosen, config.num_layers)
   adapted = [name for name, leaf in params_lib.named_leaves(params, is_leaf=params_lib.is_lora) if params_lib.is_lora(leaf)]
   if adapted:
     raise ValueError(f'{adapted[0]} has adapters beside it (LoraArray); merge them first (lora.merge).')

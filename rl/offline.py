@@ -22,12 +22,13 @@ from jax.sharding import Mesh
 from models import params as params_lib
 from models import transformer
 from models.config import ModelConfig
+from models.sharding import Layout
 from rl import checkpoint, monitor, optimizer
 from rl import config as config_lib
 from rl import learner as learner_lib
 from rl import metrics as metrics_lib
 from rl import run as run_lib
-from rl.learner import Learner
+from rl.learner import Learner, Loss
 from rl.optimizer import OptimizerConfig
 from rl.run import LayoutConfig, LoraConfig, MeshConfig, ModelSource
 from rl.types import HostState, Params, TrainState
@@ -67,6 +68,12 @@ class OfflineConfig:
     for name, least in bounds.items():
       if getattr(self, name) < least:
         raise ValueError(f'{name}={getattr(self, name)} must be at least {least}.')
+
+
+def build_learner(config: OfflineConfig, model: ModelConfig, layout: Layout, mesh: Mesh, loss: Loss = learner_lib.supervised_loss) -> Learner:
+  """Return the learner of a run; raises as `learner.build`."""
+  return learner_lib.build(model, layout, mesh, optimizer.build(config.optimizer, config.num_steps),
+                           optimizer.schedule(config.optimizer, config.num_steps), full=config.lora.rank == 0, loss=loss)
 
 
 class Taken(Protocol):
@@ -132,17 +139,13 @@ def run(config: OfflineConfig, make_stage: Callable[[], tuple[Stage, Params]], w
   with contextlib.ExitStack() as stack:
     store = stack.enter_context(checkpoint.CheckpointStore(
         workdir / run_lib.CHECKPOINTS, every_steps=config.checkpoint_every_steps, keep=config.checkpoints_kept))
-    host = HostState(0, config.seed, resolved, monitor.code_revision(), stage.lineage)
-    resumes = store.latest_step() is not None
-    if resumes:
-      run_lib.refuse_other_run(checkpoint.read_host(store.directory), host, workdir, free_on_resume)
-    stage.prepare(workdir, trainable)
-    state = stage.learner.init(trainable)
-    if resumes:
-      abstract = learner_lib.abstract_state(state)
-      del state, trainable  # Their memory is the restored state's.
-      state, restored = store.restore(abstract)
-      host = HostState(restored.documents, config.seed, resolved, host.revision, host.lineage)
+
+    def initial_state():
+      stage.prepare(workdir, trainable)
+      return stage.learner.init(trainable)
+
+    state, host = run_lib.begin(store, initial_state, HostState(0, config.seed, resolved, monitor.code_revision(), stage.lineage), workdir,
+                                free_on_resume)
     first_step = int(state.step)
     monitor.write_config(workdir, resolved, config_lib.difference(config, defaults))
     board = stack.enter_context(monitor.Monitor(
@@ -165,15 +168,16 @@ def _loop(config, last_step: int, stage: Stage, state, host: HostState, steps, s
       reporter.add(step, taken, metrics)
       host = HostState(taken.documents, host.seed, host.config, host.revision, host.lineage)
       stop = stopping()
-      if step == last_step or stop or store.is_due(step):
-        reporter.flush()
-        store.save(step, state, host)
+      # Before the checkpoint, because a run that goes on from it does not evaluate this step again.
       if config.eval_every_steps and (step % config.eval_every_steps == 0 or step == last_step):
         reporter.flush()
         with board.paused():
           results = stage.evaluate(state.trainable)
           board.write(step, results)
         _LOG.info('step %d: %s', step, '  '.join(f'{name} {value:.4f}' for name, value in results.items()))
+      if step == last_step or stop or store.is_due(step):
+        reporter.flush()
+        store.save(step, state, host)
       if stop and step < last_step:
         _LOG.warning('Stopped by a signal after step %d; run the same command again to go on.', step)
         break

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+import hashlib
 import importlib
+from pathlib import Path
+from types import ModuleType
 from typing import Literal, NamedTuple
 
 from jax.sharding import Mesh
@@ -155,8 +158,13 @@ class ProxyReward:
 
 
 def fingerprints(config: RewardModelConfig) -> dict[str, str]:
-  """Return what identifies the reward models by path, without loading them; functions have nothing but their names."""
-  return {path: policy.fingerprint(path) for path in config.paths if ':' not in path}
+  """Return what identifies the reward models by path, without loading them: of a function, the SHA-256 of its module's file.
+
+  Raises:
+    FileNotFoundError: a run that is not there.
+    ValueError: a function whose module is not there.
+  """
+  return {path: _source_digest(path) if ':' in path else policy.fingerprint(path) for path in config.paths}
 
 
 def combine(scores_KN: np.ndarray, how: Combine, std_coef: float = 1.0) -> np.ndarray:
@@ -174,13 +182,23 @@ def combine(scores_KN: np.ndarray, how: Combine, std_coef: float = 1.0) -> np.nd
   raise ValueError(f"combine={how!r} is unknown; use 'mean', 'min' or 'mean_minus_std'.")
 
 
-def _function(path: str) -> Source:
-  # A name of the user's has slashes, as those of domains.
-  module, name = path.replace('/', '.').split(':', 1)
+def _source_digest(path: str) -> str:
+  return hashlib.sha256(Path(_import(path).__file__).read_bytes()).hexdigest()
+
+
+def _import(path: str) -> ModuleType:
   try:
-    function = getattr(importlib.import_module(module), name)
-  except (ModuleNotFoundError, AttributeError) as error:
-    raise ValueError(f'reward_model.paths {path!r}: {error}; the module must be importable from here and have that function.') from error
+    # A name of the user's has slashes, as those of domains.
+    return importlib.import_module(path.replace('/', '.').split(':', 1)[0])
+  except ModuleNotFoundError as error:
+    raise ValueError(f'reward_model.paths {path!r}: {error}; the module must be importable from here.') from error
+
+
+def _function(path: str) -> Source:
+  try:
+    function = getattr(_import(path), path.split(':', 1)[1])
+  except AttributeError as error:
+    raise ValueError(f'reward_model.paths {path!r}: {error}; the module must have that function.') from error
   if not callable(function):
     raise ValueError(f'reward_model.paths {path!r} is of type {type(function).__name__}; it must be a function of trajectories.')
   return function

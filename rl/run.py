@@ -10,18 +10,24 @@ import hashlib
 import math
 from pathlib import Path
 import signal
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 import numpy as np
 
-from models import chat, hf_weights, lora, token_order, transformer
+from models import chat, hf_weights, lora, sharding, token_order, transformer, weight_files
 from models import params as params_lib
+from models import tokenizer as tokenizer_lib
 from models.config import ModelConfig
 from models.sharding import Layout
+from models.tokenizer import Tokenizer
+from rl import batching, checkpoint
 from rl import config as config_lib
+from rl import learner as learner_lib
+from rl.batching import Place
+from rl.checkpoint import CheckpointStore
 from rl.types import HostState, Params
 
 CHECKPOINTS = 'checkpoints'
@@ -110,6 +116,43 @@ def lay_out(settings: LayoutConfig, model: ModelConfig, mesh: Mesh) -> Layout:
   return dataclasses.replace(layout, order=token_order.resolve(settings.order, model, num_shards))
 
 
+class RunConfig(Protocol):
+  """What the settings of every run have."""
+  model: ModelSource
+  mesh: MeshConfig
+  layout: LayoutConfig
+
+
+class OpenModel(NamedTuple):
+  """A run's model before its parameters are loaded.
+
+  Attributes:
+    source: as it is stored.
+    place: of batches.
+  """
+  tokenizer: Tokenizer
+  source: ModelConfig
+  mesh: Mesh
+  layout: Layout
+  place: Place
+
+
+def open_model(config: RunConfig, *rows: int) -> OpenModel:
+  """Return what a run computes with, as far as it is known without the parameters, for batches of so many `rows`.
+
+  Raises:
+    ValueError, FileNotFoundError: what is wrong with the tokenizer, the mesh or the layout, or rows that do not divide over the devices.
+  """
+  tokenizer = tokenizer_lib.load(config.model.path)
+  source = weight_files.read_config(config.model.path)
+  mesh = sharding.make_mesh(**vars(config.mesh))
+  layout = lay_out(config.layout, source, mesh)
+  place = Place.of(layout, mesh)
+  for count in rows:
+    batching.host_rows(place, count)
+  return OpenModel(tokenizer, source, mesh, layout, place)
+
+
 def model_fingerprint(path: str | Path) -> str:
   """Return a SHA-256 of the model's files: names, sizes, and the first and last 64 KiB of each, which is fast for any size."""
   path, digest = Path(path), hashlib.sha256()
@@ -150,6 +193,28 @@ def refuse_other_run(stored: HostState, now: HostState, workdir: Path, free: Seq
   if changed:
     shown = '; '.join(f'{key}: {old!r} there, {new!r} now' for key, (old, new) in list(changed.items())[:5])
     raise ValueError(f'{workdir} holds a run that differs: {shown}. Use another --workdir, or the settings of that run.')
+
+
+def begin(store: CheckpointStore, make_state: Callable[[], Any], host: HostState, workdir: Path, free: Sequence[str]) -> tuple[Any, HostState]:
+  """Return the state and the host state to go on from: those of the newest checkpoint, or of a new run, `make_state()` and `host`.
+
+  Of what `make_state` returns there must be no other reference, as there is none to what a learner's `init` donates: the restored state takes
+  its memory.
+
+  Raises:
+    ValueError: as `refuse_other_run`, before a state is made; the checkpoint does not fit the state.
+    RuntimeError: the checkpoint's files are damaged.
+  """
+  resumes = store.latest_step() is not None
+  if resumes:
+    refuse_other_run(checkpoint.read_host(store.directory), host, workdir, free)
+  state = make_state()
+  if not resumes:
+    return state, host
+  abstract = learner_lib.abstract_state(state)
+  del state
+  state, restored = store.restore(abstract)
+  return state, dataclasses.replace(host, documents=restored.documents, progress=restored.progress)
 
 
 @contextlib.contextmanager

@@ -17,12 +17,10 @@ from typing import Any, ClassVar, Literal
 from jax.sharding import Mesh
 import numpy as np
 
-from models import chat, sharding, weight_files
-from models import tokenizer as tokenizer_lib
+from models import chat
 from models.config import ModelConfig
 from models.tokenizer import Tokenizer
-from rl import batching, checkpoint, offline, optimizer
-from rl import learner as learner_lib
+from rl import batching, checkpoint, offline
 from rl import metrics as metrics_lib
 from rl import phases as phases_lib
 from rl import run as run_lib
@@ -148,20 +146,13 @@ def set_up(config: TrainConfig, phase: Phase | None = None, mixture: Any = None)
   mixture = open_data(config.data) if mixture is None else mixture
   plan = config.plan()
   phase = plan[0] if phase is None else phase
-  tokenizer = tokenizer_lib.load(config.model.path)
-  source = weight_files.read_config(config.model.path)
+  tokenizer, source, mesh, layout, place = run_lib.open_model(config, *(each.rows for each in plan))
   tasks.check_vocabulary(mixture, source.vocab_size)
-  mesh = sharding.make_mesh(**vars(config.mesh))
-  layout = run_lib.lay_out(config.layout, source, mesh)
-  place = Place.of(layout, mesh)
   for each in plan:
     each.extend(source)
-    batching.host_rows(place, each.rows)
   model, trainable, frozen = run_lib.load_trainable(config.model, config.lora, config.seed, mesh, layout)
   model = phase.extend(model)
-  learner = learner_lib.build(
-      model, layout, mesh, optimizer.build(config.optimizer, config.num_steps), optimizer.schedule(config.optimizer, config.num_steps),
-      full=config.lora.rank == 0)
+  learner = offline.build_learner(config, model, layout, mesh)
   lineage = {'model': run_lib.model_fingerprint(config.model.path), 'tokenizer': tokenizer.fingerprint, 'data': tasks.fingerprint(mixture)}
   return SupervisedStage(config, phase, model, tokenizer, mesh, place, learner, frozen, mixture, lineage), trainable
 

@@ -23,13 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import sharding, weight_files
-from models import tokenizer as tokenizer_lib
-from rl import batching, offline, optimizer, phases, train
 from rl import learner as learner_lib
+from rl import offline, phases, train
 from rl import run as run_lib
 from rl import teacher as teacher_lib
-from rl.batching import Place
 from rl.data import records, tasks
 from rl.data.loader import Step
 from rl.losses_distillation import DistillationLossConfig, TeacherSource
@@ -78,20 +75,13 @@ def set_up(config: DistillationConfig, workdir: str | Path) -> tuple[Distillatio
     ValueError, FileNotFoundError: what is wrong with the data, the mesh, the layout, the student or the teacher.
   """
   mixture = train.open_data(config.data)
-  tokenizer = tokenizer_lib.load(config.model.path)
-  source = weight_files.read_config(config.model.path)
+  tokenizer, source, mesh, layout, place = run_lib.open_model(config, config.data.rows)
   tasks.check_vocabulary(mixture, source.vocab_size)
-  mesh = sharding.make_mesh(**vars(config.mesh))
-  layout = run_lib.lay_out(config.layout, source, mesh)
-  place = Place.of(layout, mesh)
-  batching.host_rows(place, config.data.rows)
   teacher = teacher_lib.find(config.teacher, source, tokenizer, mesh, layout)
   if config.loss.top_k > source.vocab_size:
     raise ValueError(f'loss.top_k={config.loss.top_k} is more than the {source.vocab_size} words of the vocabulary.')
   model, trainable, frozen = run_lib.load_trainable(config.model, config.lora, config.seed, mesh, layout)
-  learner = learner_lib.build(
-      model, layout, mesh, optimizer.build(config.optimizer, config.num_steps), optimizer.schedule(config.optimizer, config.num_steps),
-      full=config.lora.rank == 0, loss=learner_lib.distillation_loss(config.loss, teacher.model))
+  learner = offline.build_learner(config, model, layout, mesh, learner_lib.distillation_loss(config.loss, teacher.model))
   words = None
   if config.loss.top_k:
     identity = {'teacher': teacher.fingerprint, 'dtype': config.teacher.dtype, 'compute_dtype': config.layout.compute_dtype,

@@ -23,9 +23,8 @@ import jax
 from jax.sharding import Mesh
 
 from models import chat, scalar_head, sharding, weight_files
-from models import tokenizer as tokenizer_lib
 from models.config import ModelConfig
-from rl import batching, checkpoint, comparisons, losses_preference, offline, optimizer, reward_model
+from rl import batching, checkpoint, comparisons, losses_preference, offline, reward_model
 from rl import learner as learner_lib
 from rl import metrics as metrics_lib
 from rl import run as run_lib
@@ -143,11 +142,7 @@ def make_stage(config: PreferenceConfig | RewardConfig, stack: contextlib.ExitSt
   if config.eval_every_steps and not data.rows['heldout'].size:
     raise ValueError(f'eval_every_steps={config.eval_every_steps} evaluates on held-out rows, and data.heldout_fraction='
                      f'{config.data.heldout_fraction} left none; raise it, or set eval_every_steps=0.')
-  tokenizer = tokenizer_lib.load(config.model.path)
-  mesh = sharding.make_mesh(**vars(config.mesh))
-  layout = run_lib.lay_out(config.layout, weight_files.read_config(config.model.path), mesh)
-  place = Place.of(layout, mesh)
-  batching.host_rows(place, config.data.rows)
+  tokenizer, _, mesh, layout, place = run_lib.open_model(config, config.data.rows)
   model, trainable, frozen = run_lib.load_trainable(config.model, config.lora, config.seed, mesh, layout)
   if is_reward:
     dimensions = config.data.dimensions or reward_model.OVERALL
@@ -155,9 +150,7 @@ def make_stage(config: PreferenceConfig | RewardConfig, stack: contextlib.ExitSt
     trainable, frozen = scalar_head.attach(trainable, frozen, model, len(dimensions), mesh, layout)
   else:
     loss = learner_lib.preference_loss(config.loss, config.data.max_segments)
-  learner = learner_lib.build(
-      model, layout, mesh, optimizer.build(config.optimizer, config.num_steps), optimizer.schedule(config.optimizer, config.num_steps),
-      full=config.lora.rank == 0, loss=loss)
+  learner = offline.build_learner(config, model, layout, mesh, loss)
   encode = Encoder(data, tokenizer, chat.TEMPLATES[config.model.chat_template], config.data.length, config.data.overlong, singly)
   lineage = {'model': run_lib.model_fingerprint(config.model.path), 'tokenizer': tokenizer.fingerprint, 'data': data.fingerprint}
   return ComparisonStage(config, model, mesh, place, learner, frozen, lineage, encode), trainable

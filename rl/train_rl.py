@@ -32,9 +32,8 @@ import numpy as np
 
 from envs.core import Domain
 from envs.tool_env import ToolEnv
-from models import chat, decode, sharding, transformer, weight_files
+from models import chat, decode, transformer
 from models import params as params_lib
-from models import tokenizer as tokenizer_lib
 from models.config import ModelConfig
 from models.sampling import Sampling
 from models.sharding import Layout
@@ -123,12 +122,7 @@ def set_up(config: RLConfig) -> tuple[Setup, Params]:
   domains, domain_configs = make_domains(config.domains)
   if config.eval.every_steps:
     heldout_problems(domains, domain_configs, 1)
-  tokenizer = tokenizer_lib.load(config.model.path)
-  mesh = sharding.make_mesh(**vars(config.mesh))
-  source = weight_files.read_config(config.model.path)
-  layout = run_lib.lay_out(config.layout, source, mesh)
-  place = Place.of(layout, mesh)
-  batching.host_rows(place, config.rows)
+  tokenizer, source, mesh, layout, place = run_lib.open_model(config, config.rows)
   teacher = teacher_lib.find(config.teacher, source, tokenizer, mesh, layout) if config.teacher.path else None
   model, trainable, frozen = run_lib.load_trainable(config.model, config.lora, config.seed, mesh, layout)
   is_full = config.lora.rank == 0
@@ -213,17 +207,11 @@ def run(config: RLConfig, workdir: str | Path, make_env: Callable[[Domain], Any]
   workdir = Path(workdir)
   setup, trainable = set_up(config)
   resolved = config_lib.to_json(config)
-  state = initial_state(setup, trainable)
   with contextlib.ExitStack() as stack:
     store = stack.enter_context(checkpoint.CheckpointStore(
         workdir / run_lib.CHECKPOINTS, every_steps=config.checkpoint_every_steps, keep=config.checkpoints_kept))
-    host = HostState(0, config.seed, resolved, monitor.code_revision(), setup.lineage)
-    if store.latest_step() is not None:
-      abstract = learner_lib.abstract_state(state)
-      del state, trainable  # Their memory is the restored state's.
-      run_lib.refuse_other_run(checkpoint.read_host(store.directory), host, workdir, _FREE_ON_RESUME)
-      state, restored = store.restore(abstract)
-      host = dataclasses.replace(host, progress=restored.progress)
+    state, host = run_lib.begin(store, lambda: initial_state(setup, trainable),
+                                HostState(0, config.seed, resolved, monitor.code_revision(), setup.lineage), workdir, _FREE_ON_RESUME)
     first_step = int(host.progress.get('step', 0))
     ledger = Ledger(**host.progress.get('ledger', {}))
     curriculum = Curriculum(setup.domains, setup.domain_configs, config.curriculum, config.seed, host.progress.get('curriculum'))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from envs.core import Problem
 from models.sampling import Sampling
 from rl.evals import stats
 from rl.rollout.worker import Assignment, Worker
-from rl.types import Trajectory
+from rl.types import Group, Trajectory
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,11 @@ class Result:
     trajectories: in the order of the problems, those that could not be graded included.
   """
   trajectories: tuple[Trajectory, ...]
+
+  @classmethod
+  def of(cls, groups: Iterable[Group]) -> Result:
+    """Return the result of groups of one sample, in any order."""
+    return cls(tuple(sorted((trajectory for group in groups for trajectory in group.trajectories), key=lambda one: one.group)))
 
   @property
   def num_graded(self) -> int:
@@ -56,5 +61,4 @@ class Result:
 
 def evaluate(worker: Worker, problems: Sequence[Problem], sampling: Sampling) -> Result:
   """Let the policy try each problem once; raises as `Worker.collect`."""
-  groups = worker.collect([Assignment(number, problem) for number, problem in enumerate(problems)], 1, sampling)
-  return Result(tuple(sorted((trajectory for group in groups for trajectory in group.trajectories), key=lambda one: one.group)))
+  return Result.of(worker.collect([Assignment(number, problem) for number, problem in enumerate(problems)], 1, sampling))

@@ -1,7 +1,7 @@
 """Batches of samples that wait between sampling and training, first in, first out, and how they are kept in a checkpoint.
 
 With one thread and the same devices for both, a queue of k batches makes a step train on samples of weights that are k versions old: what an
-asynchronous sampler does, but exactly, and the same in every run.
+asynchronous sampler does, but exactly, and the same in every run. `encode` and `decode` are for whoever else keeps samples.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ReplayQueue:
 
   def __init__(self, state: Sequence[str] = ()):
     """Start empty, or from the `to_json()` of another."""
-    self._batches = deque(map(_decode, state))
+    self._batches = deque(map(decode, state))
 
   def __len__(self) -> int:
     """Return how many batches wait."""
@@ -49,10 +49,11 @@ class ReplayQueue:
 
   def to_json(self) -> list[str]:
     """Return the state as JSON values, bit for bit: each batch as text, compressed."""
-    return [_encode(batch) for batch in self._batches]
+    return [encode(batch) for batch in self._batches]
 
 
-def _encode(batch: Collected) -> str:
+def encode(batch: Collected) -> str:
+  """Return a batch as text without line breaks, compressed and exact to the bit."""
   trajectories = [trajectory for group in _groups(batch) for trajectory in group.trajectories]
   records = [{field.name: getattr(trajectory, field.name) for field in dataclasses.fields(Trajectory) if field.name not in _ARRAYS}
              for trajectory in trajectories]
@@ -67,7 +68,8 @@ def _encode(batch: Collected) -> str:
   return base64.b64encode(buffer.getvalue()).decode()
 
 
-def _decode(text: str) -> Collected:
+def decode(text: str) -> Collected:
+  """Return the batch of `encode`."""
   with np.load(io.BytesIO(base64.b64decode(text))) as stored:
     described = json.loads(stored['text'].tobytes())
     ends = np.cumsum(described['lengths'])[:-1]

@@ -4,33 +4,57 @@ import fcntl
 import json
 import os
 from pathlib import Path
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
+from launch import convert
 from rl import checkpoint, lineage
 from tests import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = [
-    '--config=configs/pipeline.py:size=tiny', "--config.stages=('sft', 'preference')", '--config.evaluate=False',
-    "--config.mixture.components={'general': {'rate': 1.0, 'domains': {'tests/toys:one_token': {}}, 'count': 64}}",
-    "--config.domains={'tests/toys:one_token': {}}", '--config.pairs.problems=16', '--config.rlvr.eval.problems=8', '--config.rlvr.length=64',
-    '--config.rlvr.rollout.max_length=64', '--config.rlvr.rollout.max_new_tokens=1', '--config.sft.num_steps=30', '--config.sft.data.length=64',
-    '--config.sft.checkpoint_every_steps=5', '--config.sft.eval_every_steps=0', '--config.preference.num_steps=10',
-    '--config.preference.data.length=128', '--config.preference.checkpoint_every_steps=3', '--config.preference.eval_every_steps=0']
+_SETTINGS = {
+    'mixture': ("components={'general': {'rate': 1.0, 'domains': {'tests/toys:echo': {}}, 'count': 64}}", 'heldout_fraction=0.1'),
+    'pairs': ('problems=16',),
+    'rlvr': ('eval.problems=8', 'length=64', 'rollout.max_length=64', 'rollout.max_new_tokens=1', 'num_steps=3'),
+    'sft': ('data.length=64', 'num_steps=30', 'checkpoint_every_steps=5', 'eval_every_steps=10'),
+    'reward': ('data.length=128', 'num_steps=6', 'checkpoint_every_steps=2', 'eval_every_steps=2'),
+    'preference': ('data.length=128', 'num_steps=6', 'checkpoint_every_steps=2', 'eval_every_steps=2'),
+    'student': ('data.length=64', 'num_steps=6', 'checkpoint_every_steps=2', 'eval_every_steps=2'),
+}
+SMALL = ['--config=configs/pipeline.py:size=tiny', "--config.domains={'tests/toys:echo': {}}",
+         *(f'--config.{part}.{setting}' for part, settings in _SETTINGS.items() for setting in settings)]
+
+
+class Kill(NamedTuple):
+  """Where a process is killed: before a call of a function; see `killing/sitecustomize.py`."""
+  function: str
+  call: int = 1
+  when: str = ''
+  victim: str = 'self'
 
 
 def command(model, workdir, *more, settings=SMALL):
   return [sys.executable, '-m', 'launch.pipeline', *settings, f'--config.model.path={model}', f'--workdir={workdir}', *more]
 
 
-def run(*arguments, **settings):
-  return subprocess.run(command(*arguments, **settings), cwd=ROOT, capture_output=True, text=True, check=False, timeout=1200)
+def execute(words, kill=None):
+  """Run a program, to be killed or not, and return what it said."""
+  environment = dict(os.environ)
+  if kill:
+    environment |= {'KILL_AT': json.dumps(kill._asdict()), 'PYTHONPATH': str(ROOT / 'tests' / 'launch' / 'killing')}
+  return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=1200)
+
+
+def run(*arguments, kill=None, **settings):
+  return execute(command(*arguments, **settings), kill)
 
 
 @pytest.fixture(scope='module')
@@ -55,26 +79,70 @@ def record(workdir, name):
   return lineage.read_json(path) if path.exists() else {}
 
 
+def without_times(value):
+  """Return JSON values without times, attempts, the code's revision, and the digests of checkpoints, in whose files times stand."""
+  if isinstance(value, dict):
+    return {key: without_times(inner) for key, inner in value.items()
+            if not re.fullmatch(r'(start|end|work|last_attempt|time)_s|attempts|revision|timing_s.*|speed/.*|rollout/tokens_per_s', key)}
+  if isinstance(value, list):
+    return [without_times(inner) for inner in value]
+  return re.sub('^(step [0-9]+): .*', r'\1', value) if isinstance(value, str) else value
+
+
+def of_run(directory):
+  """Return what a run wrote of its steps, and the scores of a reward model's."""
+  lines = [without_times(json.loads(line)) for name in ('metrics.jsonl', 'trajectories.jsonl') if (directory / name).exists()
+           for line in (directory / name).read_text().splitlines()]
+  return lines, {path.name: path.read_text() for path in (*directory.glob('*.json'), *directory.glob('*.svg'))}
+
+
+def outcome(workdir):
+  """Return what a pipeline made: files bit for bit, and what has times in it without them."""
+  files = {path.relative_to(workdir): path.read_bytes() for place in ('models', 'data') for path in sorted((workdir / place).rglob('*'))
+           if path.is_file()}
+  texts = {path.name: without_times(json.loads(path.read_text().replace(str(workdir), 'P')))
+           for path in (workdir / 'lineage.json', *sorted((workdir / 'evaluations').iterdir()))}
+  runs = {stage: of_run(workdir / stage) for stage in ('sft', 'reward', 'preference', 'rlvr', 'student')}
+  return files, texts, {stage: (lines, {name: text.replace(str(workdir), 'P') for name, text in made.items()})
+                        for stage, (lines, made) in runs.items()}
+
+
+@pytest.fixture
+def kept(finished):
+  """The finished pipeline, and what it made; what a test does to it is undone."""
+  workdir, _ = finished
+  copy = workdir.with_name('copy')
+  shutil.copytree(workdir, copy)
+  yield workdir, outcome(workdir)
+  shutil.rmtree(workdir)
+  copy.rename(workdir)
+
+
 def test_each_stage_feeds_the_next_and_it_is_written_down(model, finished):
   workdir, done = finished
   value = lineage.read_json(workdir / 'lineage.json')
-  base, sft, preference = value['stages']
-  assert (base['stage'], sft['parent'], preference['parent']) == ('base', 'base', 'sft')
+  base, sft, reward, preference, rlvr, student = value['stages']
+  assert [entry['parent'] for entry in (sft, reward, preference, rlvr, student)] == ['base', 'sft', 'sft', 'preference', 'rlvr']
+  assert base['stage'] == 'base' and 'model' not in reward and all(
+      entry['heldout']['graded'] == 8 for entry in (base, sft, preference, rlvr, student))
   assert sft['parent_model'] == {'path': str(model), 'fingerprint': lineage.fingerprint(model)}
-  assert preference['parent_model'] == sft['model'] == {
-      'path': f'{workdir}/models/sft', 'fingerprint': lineage.fingerprint(workdir / 'models' / 'sft')}
+  for entry, parent in ((reward, sft), (preference, sft), (rlvr, preference)):
+    assert entry['parent_model'] == parent['model'] == {
+        'path': f'{workdir}/models/{parent["stage"]}', 'fingerprint': lineage.fingerprint(workdir / 'models' / parent['stage'])}
+  assert student['inputs'][f'{workdir}/models/rlvr'] == rlvr['model']['fingerprint']
   mixture, pairs = sft['data'][0], preference['data'][0]
-  assert mixture['files'] == [lineage.describe_file(workdir / 'data' / 'mixture' / 'general_toy_one_token_1.jsonl')]
-  assert mixture['files'][0]['rows'] == mixture['report']['general_toy_one_token_1']['rows'] == 64
-  assert pairs['files'] == [lineage.describe_file(workdir / 'data' / 'pairs_sft.jsonl')]
+  assert mixture['files'] == [lineage.describe_file(workdir / 'data' / 'mixture' / 'general_toy_echo_1.jsonl')]
+  assert mixture['files'][0]['rows'] == mixture['report']['general_toy_echo_1']['rows'] == 64
+  assert pairs['files'] == [lineage.describe_file(workdir / 'data' / 'pairs_sft.jsonl')] and pairs == reward['data'][0]
   assert pairs['report']['pairs'] == pairs['files'][0]['rows'] and sum(pairs['report']['problems'].values()) == 16
   assert preference['parent_checkpoint'] == sft['checkpoint'] and sft['parent_checkpoint'] is None
   assert preference['config']['model']['path'] == f'{workdir}/models/sft'
-  assert preference['config_difference']['checkpoint_every_steps'] == {'default': 100, 'value': 3}
-  assert sft['revision'] == value['stages'][2]['revision'] and sft['checkpoint'].startswith('step 30: ') and sft['attempts'] == 1
+  assert preference['config_difference']['checkpoint_every_steps'] == {'default': 100, 'value': 2}
+  assert sft['revision'] == student['revision'] and sft['checkpoint'].startswith('step 30: ') and sft['attempts'] == 1
   assert sft['start_s'] < sft['end_s'] <= preference['end_s']
-  assert 'stage       from  steps' in done.stdout and f'The policy is in {workdir}/models/preference.' in done.stdout
-  assert weights(workdir, 'sft') != weights(workdir, 'preference')
+  assert 'stage             from  steps' in done.stdout and f'The policy is in {workdir}/models/student.' in done.stdout
+  assert len({weights(workdir, stage) for stage in ('sft', 'preference', 'rlvr', 'student_start', 'student')}) == 5
+  assert not list((workdir / 'data').glob('*.samples')) and not list((workdir / 'evaluations').glob('*.samples'))
 
 
 def test_the_report_shows_the_table(finished):
@@ -99,60 +167,104 @@ def num_lines(path):
   return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def child_of(process):
-  return int(Path(f'/proc/{process.pid}/task/{process.pid}/children').read_text().split()[0])
+def test_kill_9_of_the_pipeline_changes_nothing(model, kept):
+  workdir, before = kept
+  rng = np.random.default_rng(0)
+  for path in (workdir / 'records').iterdir():
+    if path.name not in ('base.evaluate.json', 'sft.evaluate.json'):
+      path.unlink()
+  shutil.rmtree(workdir / 'sft')
+  shutil.rmtree(workdir / 'data' / 'mixture')
+
+  # Within the mixture, which the pipeline writes itself.
+  done = run(model, workdir, '--until=sft', kill=Kill('rl.data.demonstrations:plain', int(rng.integers(2, 65))))
+  assert done.returncode == -signal.SIGKILL and [path.name for path in (workdir / 'data' / 'mixture').iterdir()] == [
+      '.general_toy_echo_1.jsonl.partial']
+
+  # Within a run, which ends with the pipeline.
+  kill_at = int(rng.integers(6, 30))
+  done = run(model, workdir, '--until=sft', kill=Kill('rl.monitor:Monitor.write', kill_at, victim='parent'))
+  assert done.returncode == -signal.SIGKILL and num_lines(workdir / 'sft' / 'metrics.jsonl') == kill_at - 1
+  assert record(workdir, 'data.mixture')['attempts'] == 2 and 'end_s' not in record(workdir, 'sft.train')
+
+  # Between an export and its record; an earlier export has left what a kill within it leaves.
+  (workdir / 'models' / '.sft.1.partial').mkdir()
+  (workdir / 'models' / '.sft.1.old').mkdir()
+  done = run(model, workdir, '--until=sft', kill=Kill('rl.lineage:write_json', 2, 'sft.export.json'))
+  assert done.returncode == -signal.SIGKILL and record(workdir, 'sft.train')['attempts'] == 2 and 'end_s' not in record(workdir, 'sft.export')
+
+  done = run(model, workdir, '--until=sft')
+  assert done.returncode == 0 and 'data/mixture: done before.' in done.stderr and 'sft/train: done before.' in done.stderr, done.stderr
+  files, texts, runs = outcome(workdir)
+  assert files == before[0] and runs == before[2]
+  assert texts['lineage.json']['stages'] == before[1]['lineage.json']['stages'][:2]
 
 
-def is_alive(pid):
-  status = Path(f'/proc/{pid}/stat')
-  return status.exists() and status.read_text().rpartition(')')[2].split()[0] != 'Z'
+@pytest.mark.parametrize('name, output, num_groups', [
+    ('data.pairs_sft', 'data/pairs_sft.jsonl', 16), ('sft.evaluate', 'evaluations/sft.json', 8)])
+def test_sampling_goes_on_where_it_was_killed(kept, name, output, num_groups):
+  workdir, before = kept
+  path, words = workdir / output, [sys.executable, *record(workdir, name)['command']]
+  samples = path.with_name(f'{path.name}.samples')
+  path.unlink()
+  done = execute(words, Kill('rl.rollout.replay:encode', 7))
+  assert done.returncode == -signal.SIGKILL and not path.exists(), done.stderr
+  first, *groups = samples.read_text().splitlines()
+  assert len(groups) == 6
+  # As if others had been finished first, and the kill had fallen within a line.
+  samples.write_text('\n'.join([first, *groups[2:], groups[0][:100]]))
+  done = execute(words)
+  assert done.returncode == 0 and f'4 of {num_groups} groups are there from before, in {samples}' in done.stderr, done.stderr
+  assert outcome(workdir) == before
 
 
-def test_kill_9_within_and_between_stages_changes_nothing(model, finished):
+def test_reinforcement_learning_goes_on_where_it_was_killed(kept):
+  workdir, before = kept
+  words = [sys.executable, *record(workdir, 'rlvr.train')['command']]
+  shutil.rmtree(workdir / 'rlvr')
+  # The samples of the last step are there, and not yet learned from.
+  done = execute(words, Kill('rl.rewards:pay', 3))
+  assert done.returncode == -signal.SIGKILL and max(checkpoint.committed_steps(workdir / 'rlvr' / 'checkpoints'), default=0) < 3
+  done = execute(words)
+  assert done.returncode == 0, done.stderr
+  convert.convert(f'{workdir}/rlvr', f'{workdir}/models/rlvr', 'float32', overwrite=True)
+  assert outcome(workdir) == before
+
+
+@pytest.mark.slow
+def test_every_action_killed_in_its_middle(model, finished):
+  """Each is killed at a random point, the process itself or the pipeline in turn, and before what comes last in it and in its record."""
   workdir = model.parent / 'killed'
   rng = np.random.default_rng(0)
-  metrics = {stage: workdir / stage / 'metrics.jsonl' for stage in ('sft', 'preference')}
 
-  # The pipeline, within a stage: its run ends with it.
-  process = start(model, workdir)
-  kill_after = int(rng.integers(6, 20))
-  wait_for(lambda: num_lines(metrics['sft']) >= kill_after, process)
-  child = child_of(process)
-  process.kill()
-  process.communicate()
-  deadline = time.time() + 10
-  while is_alive(child) and time.time() < deadline:
-    time.sleep(0.01)
-  # It did not go on to its own end, at step 30.
-  assert not is_alive(child) and num_lines(metrics['sft']) < 30 and 'end_s' not in record(workdir, 'sft.train')
+  def within(function, first, last):
+    return Kill(function, int(rng.integers(first, last + 1)), victim=str(rng.choice(['self', 'parent'])))
 
-  # The pipeline, between two processes.
-  process = start(model, workdir)
-  wait_for(lambda: 'end_s' in record(workdir, 'sft.train'), process)
-  process.kill()
-  process.communicate()
-  assert record(workdir, 'sft.train')['attempts'] == 2 and not (workdir / 'models' / 'sft').exists()
-
-  # The run alone: the pipeline says so.
-  process = start(model, workdir)
-  wait_for(lambda: num_lines(metrics['preference']) >= 4, process)
-  os.kill(child_of(process), signal.SIGKILL)
-  _, log = process.communicate(timeout=60)
-  assert process.returncode == 1 and 'preference/train ended with status -9' in log and 'Traceback' not in log
-
-  # After an export and before its record, as if a kill had fallen there.
-  (workdir / 'records' / 'sft.export.json').write_text(json.dumps(
-      {key: value for key, value in record(workdir, 'sft.export').items() if key not in ('end_s', 'output', 'last_attempt_s')}))
-  (workdir / 'models' / '.sft.1.partial').mkdir()
-
+  step, group, sealed = 'rl.monitor:Monitor.write', 'rl.rollout.replay:encode', 'models.tokenizer:save'
+  kills = [
+      ('base.evaluate', within(group, 2, 8)), ('base.evaluate', within('launch.rollouts:forget', 1, 1)),
+      ('data.mixture', Kill('rl.data.demonstrations:plain', int(rng.integers(2, 65)))),
+      ('sft.train', within(step, 2, 33)), ('sft.train', Kill('rl.lineage:write_json', 2, 'sft.train.json')),
+      ('sft.export', within(sealed, 1, 1)), ('sft.export', Kill('rl.lineage:write_json', 2, 'sft.export.json')),
+      ('sft.evaluate', within(group, 2, 8)),
+      ('data.pairs_sft', within(group, 2, 16)), ('data.pairs_sft', within('launch.rollouts:forget', 1, 1)),
+      ('data.pairs_sft', Kill('rl.lineage:write_json', 2, 'data.pairs_sft.json')),
+      ('reward.train', within(step, 2, 9)), ('reward.train', within('rl.reward_model:write_calibrations', 1, 1)),
+      ('preference.train', within('rl.reference_logprobs:write', 1, 2)), ('preference.train', within(step, 2, 9)),
+      ('preference.export', within(sealed, 1, 1)), ('preference.evaluate', within(group, 2, 8)),
+      ('rlvr.train', within('rl.rewards:pay', 2, 3)), ('rlvr.train', within('rl.monitor:TrajectoryLog.write', 1, 2)),
+      ('rlvr.export', within(sealed, 1, 1)), ('rlvr.evaluate', within(group, 2, 8)),
+      ('student.start', within(sealed, 1, 1)), ('student.train', within(step, 2, 9)), ('student.export', within(sealed, 1, 1)),
+      ('student.evaluate', within(group, 2, 8))]
+  for name, kill in kills:
+    done = run(model, workdir, kill=kill)
+    is_own = name == 'data.mixture' or kill.victim == 'parent' or kill.function == 'rl.lineage:write_json'
+    assert done.returncode == (-signal.SIGKILL if is_own else 1), (name, kill, done.stderr)
+    assert is_own or f'{name.replace(".", "/")} ended with status -9' in done.stderr
+    assert record(workdir, name)['attempts'] >= 1 and 'end_s' not in record(workdir, name), (name, kill)
   done = run(model, workdir)
   assert done.returncode == 0, done.stderr
-  assert 'data/mixture: done before.' in done.stderr and 'sft/train: done before.' in done.stderr
-  assert record(workdir, 'data.pairs_sft')['attempts'] == 1 and record(workdir, 'preference.train')['attempts'] == 2
-  assert sorted(path.name for path in (workdir / 'models').iterdir()) == ['preference', 'sft']
-  for stage in ('sft', 'preference'):
-    assert weights(workdir, stage) == weights(finished[0], stage)
-  assert (workdir / 'data' / 'pairs_sft.jsonl').read_bytes() == (finished[0] / 'data' / 'pairs_sft.jsonl').read_bytes()
+  assert outcome(workdir) == outcome(finished[0])
 
 
 def test_sigterm_reaches_the_run_which_saves(model):
@@ -194,9 +306,10 @@ def test_a_dry_run_prints_commands_and_makes_nothing(model, tmp_path):
   done = run(model, tmp_path / 'p', '--dry_run', '--until=sft')
   assert done.returncode == 0 and not (tmp_path / 'p').exists(), done.stderr
   lines = done.stdout.splitlines()
-  assert [line for line in lines if line.startswith('# ') and '->' in line] == [
-      f'# data/mixture -> {tmp_path}/p/data/mixture', f'# sft/train -> {tmp_path}/p/sft', f'# sft/export -> {tmp_path}/p/models/sft']
-  assert lines[-1] == f'python -m launch.convert --source={tmp_path}/p/sft --target={tmp_path}/p/models/sft --dtype=float32 --overwrite'
+  assert [line for line in lines if line.startswith('# ') and '->' in line] == [f'# {name} -> {tmp_path}/p/{output}' for name, output in (
+      ('base/evaluate', 'evaluations/base.json'), ('data/mixture', 'data/mixture'), ('sft/train', 'sft'), ('sft/export', 'models/sft'),
+      ('sft/evaluate', 'evaluations/sft.json'))]
+  assert lines[-3] == f'python -m launch.convert --source={tmp_path}/p/sft --target={tmp_path}/p/models/sft --dtype=float32 --overwrite'
 
 
 @pytest.mark.slow

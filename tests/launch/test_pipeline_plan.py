@@ -10,7 +10,7 @@ from configs import pipeline
 from launch import pipeline_plan
 from launch.pipeline_plan import PipelineConfig
 from rl import config as config_lib
-from tests import tiny
+from tests import tiny, tiny_model
 
 
 def build(arg='size=tiny', **changes):
@@ -76,8 +76,9 @@ def test_a_part_of_the_stages():
     pipeline_plan.until(stages, 'dpo')
 
 
-def test_rates_are_those_of_the_recipe_and_levels_have_equal_shares():
-  config = build('')
+@pytest.mark.parametrize('size', ['', 'size=small', 'size=tiny'])
+def test_rates_are_those_of_the_recipe_and_levels_have_equal_shares(size):
+  config = build(size)
   rates = {name: component.rate for name, component in config.mixture.components.items()}
   assert rates == {'general': 0.40, 'code': 0.25, 'documents': 0.20, 'tools': 0.15}
   flag = next(word for word in actions(pipeline_plan.plan(config, 'p'))['sft/train'].command if word.startswith('--config.data.rates='))
@@ -85,6 +86,31 @@ def test_rates_are_those_of_the_recipe_and_levels_have_equal_shares():
   for name, rate in rates.items():
     of_component = [value for task, value in drawn.items() if task.startswith(f'{name}_')]
     assert sum(of_component) == pytest.approx(rate) and of_component == pytest.approx([rate / len(of_component)] * len(of_component))
+
+
+@pytest.mark.parametrize('size', ['', 'size=small', 'size=tiny'])
+def test_policies_are_asked_what_the_mixture_shows_and_as_it_shows_it(size):
+  config = build(size)
+
+  def places(domains):
+    return {(name, str(domain.options), level) for name, domain in domains.items() for level in domain.levels or ('all',)}
+
+  shown = set().union(*(places(component.domains) for component in config.mixture.components.values()))
+  assert places(config.domains) <= shown
+  # Demonstrations have no system message.
+  assert not config.rlvr['rollout']['describe_tools']
+  evaluate = actions(pipeline_plan.plan(config, 'p'))['sft/evaluate'].command
+  assert '--config.rollout.describe_tools=False' in evaluate
+
+
+def test_a_small_pipeline_trains_adapters_and_keeps_its_texts_in_rows():
+  config = build('size=small')
+  for name in ('sft', 'reward', 'preference', 'rlvr'):
+    assert getattr(config, name)['lora']['rank'] > 0
+  # A conversation of RLVR fits into a row of the trainer, and two of them into one of pairs.
+  longest = config.rlvr['rollout']['max_length']
+  assert longest <= config.rlvr['length'] and longest <= config.sft['data']['length']
+  assert all(2 * longest <= getattr(config, name)['data']['length'] for name in ('reward', 'preference'))
 
 
 @pytest.mark.filterwarnings('ignore:the load_module')  # Of ml_collections.
@@ -136,11 +162,20 @@ def test_mistakes_are_said_before_anything_runs(changes, message):
     pipeline_plan.plan(build(**changes), 'p')
 
 
+def test_layers_that_the_base_model_has_not_are_said_before_anything_runs(tmp_path):
+  model = str(tiny_model.write_model(tmp_path / 'model'))
+  pipeline_plan.check_layers(build(model__path=model))
+  pipeline_plan.check_layers(build(model__path=model, student_layers=(), stages=('sft', 'student')))
+  pipeline_plan.check_layers(build(model__path=model, student_layers=(99,), stages=('sft',)))
+  with pytest.raises(ValueError, match=r'config.student_layers: layers=\(1, 99\) must be increasing numbers of layers from 0 to \d'):
+    pipeline_plan.check_layers(build(model__path=model, student_layers=(1, 99)))
+
+
 def test_a_setting_that_the_pipeline_gives_is_not_a_runs_own():
   config = pipeline.get_config()
   for stage, given in (('sft', ('tasks', 'rates')), ('student', ('tasks', 'rates')), ('reward', ('paths',)), ('preference', ('paths',))):
     assert not set(given) & set(config[stage].data)
   assert 'domains' not in config.rlvr
   assert all(not {'seed', 'model', 'mesh', 'layout', 'cpu_devices'} & set(config[stage]) for stage in pipeline_plan.KINDS)
-  with pytest.raises(ValueError, match='size=huge asks for an unknown size; use none, or :size=tiny'):
+  with pytest.raises(ValueError, match='size=huge asks for an unknown size; use none, :size=small or :size=tiny'):
     pipeline.get_config('size=huge')

@@ -71,7 +71,7 @@ def test_runs_have_names_and_resolved_configs(tmp_path):
   assert [run.name for run in sweep_runs.chosen(runs, ['staleness=4-seed=0'])] == ['staleness=4-seed=0'] and sweep_runs.chosen(runs, []) == runs
 
 
-@pytest.mark.parametrize('name, num_runs', [('staleness', 24), ('ladder', 36), ('process', 9)])
+@pytest.mark.parametrize('name, num_runs', [('staleness', 24), ('ladder', 36), ('process', 9), ('presets', 90)])
 def test_the_studies_are_valid(tmp_path, name, num_runs):
   config = config_lib.build(sweep_runs.SweepConfig, importlib.import_module(f'configs.sweeps.{name}').get_config())
   runs = sweep_runs.runs_of(config, tmp_path)

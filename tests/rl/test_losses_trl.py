@@ -1,6 +1,10 @@
 """Policy losses beside TRL's GRPOTrainer on the same log-probabilities: value and gradient, over its loss types and corrections."""
 
 import collections
+import dataclasses
+import functools
+import inspect
+import re
 import types
 
 import jax
@@ -8,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from configs import grpo
 from rl import batching, losses
 from rl.losses import PolicyLossConfig
 from rl.types import Document
@@ -109,3 +114,42 @@ def test_value_and_gradient_are_those_of_trl(name):
   (value, grad), (wanted, wanted_grad) = ours(arrays(), aggregation, config), theirs(arrays(), settings)
   assert value == pytest.approx(wanted, rel=1e-5)
   np.testing.assert_allclose(grad, wanted_grad, rtol=1e-4, atol=1e-6)
+
+
+def test_the_preset_is_what_trl_does_by_default():
+  import trl
+
+  theirs = types.SimpleNamespace(**{field.name: field.default for field in dataclasses.fields(trl.GRPOConfig)})
+  level, mode = theirs.vllm_importance_sampling_mode.split('_')
+  # A batch is stepped on once for each of its steps_per_generation, which are gradient_accumulation_steps where nothing is said.
+  steps = theirs.steps_per_generation or theirs.gradient_accumulation_steps
+  wanted = {
+      'aggregation': {'dapo': 'token_mean', 'grpo': 'sequence_mean', 'dr_grpo': 'constant'}[theirs.loss_type],
+      'advantage.estimator': {'sum_then_normalize': 'group'}[theirs.multi_objective_aggregation],
+      'advantage.center': 'mean',
+      'advantage.scale': {'group': 'std', 'batch': 'batch_std', 'none': 'none'}[theirs.scale_rewards],
+      'advantage.whiten': False,
+      'loss.kind': 'clip',
+      'loss.ratio': theirs.importance_sampling_level,
+      'loss.clip_low': theirs.epsilon,
+      'loss.clip_high': theirs.epsilon if theirs.epsilon_high is None else theirs.epsilon_high,
+      'loss.dual_clip': theirs.delta,
+      'loss.decoupled': theirs.vllm_importance_sampling_correction,
+      'loss.importance_level': level,
+      'loss.importance_mode': mode,
+      'loss.importance_cap': theirs.vllm_importance_sampling_clip_max,
+      'loss.importance_low': theirs.vllm_importance_sampling_clip_min,
+      'loss.opsm_nats': theirs.off_policy_mask_threshold,
+      'loss.kl_coef': theirs.beta,
+      'reward_kl.coef': 0.0,
+      'loss.entropy_coef': theirs.entropy_coef,
+      'overlong': 'mask' if theirs.mask_truncated_completions else 'grade',
+      'minibatches': steps // theirs.gradient_accumulation_steps,
+      'epochs': theirs.num_iterations,
+  }
+  preset = grpo.get_config('variant=as_trl')
+  assert {key: functools.reduce(getattr, key.split('.'), preset) for key in wanted} == wanted
+  assert theirs.top_entropy_quantile == 1 and not theirs.use_adaptive_entropy and not theirs.sync_ref_model
+  # What is added to deviations is no setting there, but a number in the code.
+  epsilons = re.findall(r'/ \(std_rewards \+ (.*?)\)', inspect.getsource(trl.GRPOTrainer))
+  assert epsilons and {float(epsilon) for epsilon in epsilons} == {preset.advantage.epsilon}

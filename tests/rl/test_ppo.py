@@ -8,13 +8,15 @@ import jax
 import numpy as np
 import pytest
 
+from configs import grpo, ppo
 from rl import checkpoint, train_rl
+from rl import config as config_lib
 from rl import learner as learner_lib
 from rl.critic import CriticConfig
 from rl.losses import PolicyLossConfig
 from rl.optimizer import OptimizerConfig
 from rl.proxy_reward import RewardModelConfig
-from rl.rl_config import AdvantageConfig, EvalConfig, ProcessConfig, RewardConfig, RewardKLConfig
+from rl.rl_config import AdvantageConfig, EvalConfig, ProcessConfig, RewardConfig, RewardKLConfig, RLConfig
 from rl.rollout.replay import ReplayQueue
 from rl.run import LoraConfig
 from tests.rl.test_replay import check_same
@@ -22,15 +24,25 @@ from tests.rl.test_train_rl import ROLLOUT, make_config, model, one_device, read
 
 GAE = AdvantageConfig('gae', center='none', scale='none', whiten=True)
 CRITIC = CriticConfig(optimizer=OptimizerConfig(learning_rate=1e-2, schedule='constant'))
+
+
+def of_preset(name, **changes):
+  """Return the algorithm of a preset as fields of a config, with changes that this task needs."""
+  preset = ppo.get_config() if name == 'ppo' else grpo.get_config(f'variant={name}')
+  preset.model.path = '/model'
+  preset.update_from_flattened_dict(changes)
+  config = config_lib.build(RLConfig, preset)
+  return {field: getattr(config, field) for field in ('advantage', 'critic', 'reward_kl', 'loss', 'aggregation', 'minibatches')}
+
+
 ALGORITHMS = {
-    'ppo': {'advantage': GAE, 'critic': CRITIC, 'groups': 64, 'group_size': 1, 'minibatches': 2,
+    'ppo': {**of_preset('ppo', **{'critic.optimizer.learning_rate': 1e-2, 'critic.warmup_steps': 0}), 'groups': 64, 'group_size': 1,
             'rollout': dataclasses.replace(ROLLOUT, min_group_size=1)},
-    'reinforce_pp': {'advantage': AdvantageConfig('reinforce_pp', center='none', scale='none', whiten=True)},
-    'rloo': {'advantage': AdvantageConfig(center='leave_one_out', scale='none'), 'loss': PolicyLossConfig(kind='reinforce'),
-             'aggregation': 'sequence_sum'},
-    'cispo': {'loss': PolicyLossConfig(kind='cispo', clip_low=1.0, clip_high=4.0), 'minibatches': 2},
-    'gspo': {'loss': PolicyLossConfig(ratio='sequence', clip_low=3e-2, clip_high=4e-2), 'minibatches': 2},
-    'decoupled': {'rollout': dataclasses.replace(ROLLOUT, staleness=2), 'minibatches': 2},
+    'reinforce_pp': of_preset('reinforce_pp'),
+    'rloo': of_preset('rloo'),
+    'cispo': of_preset('cispo', minibatches=2),
+    'gspo': of_preset('gspo', minibatches=2),
+    'decoupled': {**of_preset('decoupled'), 'rollout': dataclasses.replace(ROLLOUT, staleness=2)},
 }
 
 

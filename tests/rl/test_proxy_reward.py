@@ -98,6 +98,15 @@ def test_sources_that_are_none_are_refused(names, message):
     load(*names)
 
 
+def test_a_function_is_identified_by_what_its_module_says(tmp_path, monkeypatch):
+  monkeypatch.syspath_prepend(tmp_path)
+  path, found = tmp_path / 'a_reward_of_ours.py', []
+  for body in ('1.0', '1.0', '2.0'):
+    path.write_text(f'def pay(trajectories):\n  return [{body}] * len(trajectories)\n')
+    found.append(proxy_reward.fingerprints(RewardModelConfig(paths=('a_reward_of_ours:pay',))))
+  assert found[0] == found[1] == {'a_reward_of_ours:pay': found[0]['a_reward_of_ours:pay']} != found[2]
+
+
 def test_what_is_not_there_is_said(tmp_path):
   with pytest.raises(FileNotFoundError, match=str(tmp_path / 'nowhere')):
     ProxyReward.load(RewardModelConfig(paths=(str(tmp_path / 'nowhere'),)), sharding.make_mesh(fsdp=-1), sharding.TRAIN, 'float32')

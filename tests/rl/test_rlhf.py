@@ -219,7 +219,7 @@ def test_what_a_proxy_cannot_score_is_counted_and_never_learned(model, tmp_path)
 def test_a_reward_model_that_is_not_there_is_refused_before_the_run(model, tmp_path):  # noqa: F811
   for path, error, message in (
       (str(tmp_path / 'nothing'), FileNotFoundError, 'No checkpoint in .*nothing'),
-      (f'{HERE}:nothing', ValueError, "has no attribute 'nothing'; the module must be importable")):
+      (f'{HERE}:nothing', ValueError, "has no attribute 'nothing'; the module must have that function")):
     with pytest.raises(error, match=message):
       train_rl.run(make_config(model, **RLHF | {'reward_model': RewardModelConfig(paths=(path,))}), tmp_path / 'run')
   assert not (tmp_path / 'run').exists()

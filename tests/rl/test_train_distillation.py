@@ -1,22 +1,29 @@
-"""Distillation end to end on a toy whose answer is verified: a student of one layer of its teacher, on given texts and on its own samples."""
+"""Distillation end to end on a toy whose answer is verified: a student of one layer of its teacher, on given texts and on its own samples.
+
+Its students are whole or adapters on a frozen, quantized base; a run goes on after a kill as if nothing had happened, on any mesh.
+"""
 
 from collections import Counter
 import dataclasses
 import json
+import math
+import shutil
 import types
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from configs import distill
 from envs.core import Outcome
-from launch import teacher_texts
-from models import hf_weights, sharding, student
+from launch import convert, teacher_texts
+from models import adapter_files, hf_weights, lora, sharding, student
+from models import params as params_lib
 from models import tokenizer as tokenizer_lib
+from rl import checkpoint, policy, train, train_distillation, train_rl
 from rl import config as config_lib
 from rl import learner as learner_lib
-from rl import policy, train, train_distillation, train_rl
 from rl import teacher as teacher_lib
 from rl.curriculum import DomainConfig
 from rl.data.tasks import TaskConfig
@@ -24,23 +31,29 @@ from rl.losses_distillation import DistillationLossConfig, TeacherConfig, Teache
 from rl.optimizer import OptimizerConfig
 from rl.rl_config import AdvantageConfig, EvalConfig, RLConfig
 from rl.rollout.worker import RolloutConfig
-from rl.run import LayoutConfig, MeshConfig, ModelSource
+from rl.run import LayoutConfig, LoraConfig, MeshConfig, ModelSource
 from rl.train_distillation import DistillationConfig
-from tests import tiny_model, toys
+from tests import checkpoints, tiny_model, toys
 
 LAYOUT, MESH = LayoutConfig(compute_dtype='float32', scan=False), MeshConfig(data=1, fsdp=1)
 
 
 @pytest.fixture(scope='module', autouse=True)
-def one_device():
+def few_devices():
+  """Meshes take the devices that they need, where others would have to have all."""
   make_mesh = sharding.make_mesh
+
+  def on_the_first(**sizes):
+    count = math.prod(value for name, value in sizes.items() if name != 'devices')
+    return make_mesh(**sizes | {'devices': jax.devices()[:count]})
+
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(sharding, 'make_mesh', lambda **sizes: make_mesh(**sizes | {'devices': jax.devices()[:1]}))
+    patch.setattr(sharding, 'make_mesh', on_the_first)
     yield
 
 
 @pytest.fixture(scope='module')
-def files(tmp_path_factory, one_device):
+def files(tmp_path_factory, few_devices):
   """A teacher's run that was shown how to answer, its second layer as a student, and the texts it was shown."""
   root = tmp_path_factory.mktemp('distillation')
   rows = [[dict(message) for message in toys.echo().demonstration('train', 1, index)] for index in range(1000)]
@@ -123,6 +136,112 @@ def test_texts_make_the_student_agree_with_its_teacher(files, kept):
   assert held['heldout/agreement'] > 0.9 and held['heldout/divergence_nats'] < 0.25 * first['distillation/divergence_nats']
 
 
+# Students that are adapters.
+
+
+LORA = LoraConfig(rank=8)
+FAST = OptimizerConfig(learning_rate=1e-2, schedule='constant')
+
+
+def of_adapters(files, case):
+  """Return the settings of a LoRA run: its base, quantized or not, its teacher and how it learns from it."""
+  base, dtype, loss = {
+      'held': ('student', 'int8', DistillationLossConfig()),
+      'kept': ('student', 'bfloat16', DistillationLossConfig(top_k=4)),
+      # The teacher is a run of the student's own base.
+      'same_base': ('model', 'int8', DistillationLossConfig(alpha=1.0, temperature=1.0))}[case]
+  return offline_config(files, model=ModelSource(str(files / base), frozen_dtype=dtype), lora=LORA, optimizer=FAST, loss=loss,
+                        eval_every_steps=10, checkpoint_every_steps=10, checkpoints_kept=5)
+
+
+def without_times(workdir):
+  return [{key: value for key, value in record.items() if not key.startswith(('speed/', 'timing_s/', 'time_s', 'rollout/tokens_per_s'))}
+          for record in metrics(workdir)]
+
+
+def check_that_it_resumes(run, config, whole, killed, step):
+  """Run again from a checkpoint of a finished run, from a copy where all that came later never was."""
+  shutil.copytree(whole, killed)
+  for later in checkpoint.committed_steps(whole / 'checkpoints'):
+    if later > step:
+      shutil.rmtree(killed / 'checkpoints' / str(later))
+  assert checkpoint.committed_steps(killed / 'checkpoints')[-1] == step
+  run(config, killed)
+  assert without_times(killed) == without_times(whole) and len(without_times(whole)) > config.num_steps
+  checkpoints.check_equal(killed, whole, config.num_steps)
+
+
+@pytest.mark.parametrize('case', ['held', 'kept', 'same_base'])
+def test_adapters_learn_from_a_teacher_and_resume(files, case):
+  config, workdir = of_adapters(files, case), files / f'adapters_{case}'
+  stage, trainable = train_distillation.set_up(config, workdir)
+  stage.prepare(workdir, trainable)
+  before = stage.evaluate(trainable)
+  names = [name for name, _ in params_lib.named_leaves(trainable)]
+  assert len(names) == 14 and all(map(lora.is_trainable, names))
+  after = train_distillation.run(config, workdir)
+  assert before['heldout/agreement'] < 0.6 and after['heldout/agreement'] > 0.9
+  assert after['heldout/divergence_nats'] < 0.25 * before['heldout/divergence_nats']
+  losses = [record['train/loss'] for record in metrics(workdir) if 'train/loss' in record]
+  assert len(losses) == 30 and np.mean(losses[-5:]) < 0.25 * losses[0]
+  check_that_it_resumes(train_distillation.run, config, workdir, files / f'adapters_{case}_killed', 10)
+
+
+def test_adapters_are_exported_alone_and_merged(files):
+  """The run on the int8 base of `test_adapters_learn_from_a_teacher_and_resume`, made again if that did not."""
+  workdir = files / 'adapters_held'
+  train_distillation.run(of_adapters(files, 'held'), workdir)
+  tuned = policy.load(workdir, sharding.make_mesh(), sharding.TRAIN, 'float32')
+  assert learner_lib.TEACHER not in tuned.params and not any(
+      params_lib.is_lora(leaf) for _, leaf in params_lib.named_leaves(tuned.params, is_leaf=params_lib.is_lora))
+  convert.convert(str(workdir), str(files / 'merged'), 'float32')
+  _, merged = hf_weights.load(files / 'merged', sharding.make_mesh(), sharding.TRAIN, 'float32')
+  jax.tree.map(np.testing.assert_array_equal, merged, tuned.params)
+  convert.convert(str(workdir), str(files / 'adapter'), adapter=True)
+  table = json.loads((files / 'adapter' / adapter_files.CONFIG_FILE).read_text())
+  assert (table['r'], table['lora_alpha'], table['use_rslora']) == (8, 16, True)
+  assert table['base_model_name_or_path'] == str(files / 'student')
+  tensors = load_file(files / 'adapter' / adapter_files.WEIGHTS_FILE)
+  name = 'base_model.model.model.layers.0.mlp.up_proj.lora_{}.weight'
+  update = 16 / math.sqrt(8) * tensors[name.format('B')] @ tensors[name.format('A')]
+  # What int8 makes of the base is a small part of what was learned.
+  base = hf_weights.load(files / 'student', sharding.make_mesh(), sharding.TRAIN, 'float32')[1]['blocks']['mlp']['up'][0]
+  learned = np.asarray(tuned.params['blocks']['mlp']['up'][0] - base)
+  assert np.linalg.norm(learned - update.T) < 0.1 * np.linalg.norm(update)
+
+
+def test_adapters_learn_from_a_teacher_on_policy_and_resume(files):
+  config = online_config(files, model=ModelSource(str(files / 'student'), frozen_dtype='int8'), lora=LORA, optimizer=FAST,
+                         checkpoint_every_steps=10, checkpoints_kept=5)
+  workdir = files / 'online_adapters'
+  train_rl.run(config, workdir)
+  rates = held_out(workdir)
+  assert rates[0] < 0.4 and (rates[20] - rates[0]) / (1 - rates[0]) > 0.8
+  check_that_it_resumes(train_rl.run, config, workdir, files / 'online_adapters_killed', 10)
+
+
+MESHES = {'data2': {'data': 2}, 'seq2': {'seq': 2}, 'fsdp2': {'fsdp': 2}}
+
+
+def first_losses(files, workdir, kept, **sizes):
+  """Return what the first steps of a run say: of a whole student with its teacher, or of adapters with words kept."""
+  changes = {'model': ModelSource(str(files / 'student'), frozen_dtype='int8'), 'lora': LORA} if kept else {}
+  run_config = offline_config(files, loss=DistillationLossConfig(top_k=4 * kept), num_steps=3, eval_every_steps=0, optimizer=FAST,
+                              mesh=MeshConfig(**{'data': 1, 'fsdp': 1} | sizes), **changes)
+  train_distillation.run(run_config, workdir)
+  return [{key: value for key, value in record.items() if not key.startswith('data/')} for record in without_times(workdir)]
+
+
+@pytest.mark.parametrize('kept', [False, True], ids=['held', 'kept'])
+def test_losses_do_not_depend_on_the_mesh(files, tmp_path, kept):
+  wanted = first_losses(files, tmp_path / 'one', kept)
+  assert len(wanted) == 3 and wanted[2]['train/loss'] < 0.9 * wanted[0]['train/loss']
+  for name, sizes in MESHES.items():
+    got = first_losses(files, tmp_path / name, kept, **sizes)
+    for one, other in zip(got, wanted, strict=True):
+      assert one == pytest.approx(other, rel=2e-4, abs=1e-5), name
+
+
 def test_words_are_kept_so_that_the_teacher_is_not_needed_again(files, kept, monkeypatch):
   config, wanted = kept
 
@@ -179,7 +298,7 @@ def test_a_teacher_writes_texts(files):
   problems = [domain.problem('train', 1, index) for index in range(24)]
   settings = teacher_texts.TeacherConfig(str(files / 'teacher'), dtype='float32', samples=2, temperature=1.0, verified=True)
   counts = Counter()
-  rows = list(teacher_texts.conversations(settings, domain, problems, rollout, counts))
+  rows = list(teacher_texts.conversations(settings, domain, problems, rollout, counts, domain_settings={}, output=None))
   assert counts['kept'] == len(rows) >= 20 and counts['written twice'] >= 20
   assert sum(counts[cause] for cause in ('kept', 'written twice', 'wrong', 'cut off', 'not graded')) == 48
   assert all([message['role'] for message in row] == ['user', 'assistant'] and row[1]['content'] == row[0]['content'][0] for row in rows)
