@@ -8,6 +8,10 @@ python -m launch.sweep --config=configs/sweeps/process.py --workdir=runs/process
 Water is measured with two jugs in six or seven moves, a move a reply; two moves may be wasted. The first commands make a model that knows from a
 few demonstrations what a move looks like and hardly more. Then the outcome pays alone ('none'), or beside it, with a tenth of the reward, the
 progress at the end ('episode') or to every reply what it added ('turn'). A tenth is what the cap leaves to who fails.
+
+Found, in 14 minutes on 2 busy cores, 40 s of processor time a run (process.svg): of the first 20 steps' samples the outcome alone pays one in
+2000. 'turn' ends at 41, 42 and 42 % of the held-out problems, 'none' at 0, 14 and 37 % and 'episode' at 11, 14 and 23 %. Over the steps 'turn'
+is above 'none' by 0.125 [0.040, 0.209] and 'episode' by 0.008 [-0.116, 0.132]; at the end no interval of three seeds excludes 0.
 """
 
 import ml_collections

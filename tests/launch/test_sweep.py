@@ -14,7 +14,7 @@ import ml_collections
 import numpy as np
 import pytest
 
-from configs.sweeps import settings, toy
+from configs.sweeps import process, settings, toy
 from launch import report_sweep, sweep_runs
 from launch.report_run import Series
 from launch.report_sweep import Study
@@ -204,3 +204,11 @@ def test_student_intervals():
     assert stats.mean(values).high - values.mean() == pytest.approx(quantile * values.std(ddof=1) / math.sqrt(count), rel=1e-4)
   with pytest.raises(ValueError, match=r'values of shape \(0,\) have no mean'):
     stats.mean([])
+
+
+def test_the_process_study_has_a_start_of_its_own(tmp_path):
+  config = config_lib.build(sweep_runs.SweepConfig, process.get_config('start'))
+  (run,) = sweep_runs.runs_of(config, tmp_path)
+  assert (run.config.stage, run.name, config.model.max_length) == ('supervised', 'start-seed=0', process.LENGTH)
+  with pytest.raises(ValueError, match='process.py:stop asks for an unknown part'):
+    process.get_config('stop')

@@ -166,6 +166,8 @@ class Faulty(ToolEnv):
       raise RuntimeError('this environment cannot be reset')
     if self.fault == 'sandbox':
       raise EnvironmentFailure('bwrap does not start')
+    if self.fault == 'verifier':
+      self.domain = dataclasses.replace(self.domain, verifier=BrokenVerifier())
     return super().reset(seed=seed, options=options)
 
   def step(self, action):
@@ -173,8 +175,6 @@ class Faulty(ToolEnv):
       time.sleep(60)
     if self.fault == 'bug':
       raise KeyError('a bug')
-    if self.fault == 'verifier':
-      self.domain = dataclasses.replace(self.domain, verifier=BrokenVerifier())
     return super().step(action)
 
 

@@ -246,11 +246,6 @@ class Faulty(ToolEnv):
     self.fault = self.faults.get((name.rsplit('/', 1)[1], number))
     if self.fault == 'reset':
       raise EnvironmentFailure('the box does not start')
-    return super().reset(seed=seed, options=options)
-
-  def step(self, action):
-    if self.fault == 'hang':
-      time.sleep(30)
     if self.fault == 'verifier':
       class Broken:
         id, version = 'broken', 1
@@ -259,6 +254,11 @@ class Faulty(ToolEnv):
           return Verdict(None, Reason.VERIFIER_ERROR, detail='the worker was killed')
 
       self.domain = dataclasses.replace(self.domain, verifier=Broken())
+    return super().reset(seed=seed, options=options)
+
+  def step(self, action):
+    if self.fault == 'hang':
+      time.sleep(30)
     if self.fault == 'bug':
       raise KeyError('a bug')
     return super().step(action)
