@@ -95,17 +95,16 @@ class Sampler:
       ValueError, FileNotFoundError: what `policy.load` and `Worker.collect` refuse.
       RuntimeError: the model's logits are not finite.
     """
-    missing = [one for one in assignments if self._kept is None or one not in self._kept]
+    missing = {one.ordinal: one for one in assignments if self._kept is None or one not in self._kept}
     if len(missing) < len(assignments):
       _LOG.info('%d of %d groups are there from before, in %s.', len(assignments) - len(missing), len(assignments), self._kept.path)
-    numbers = {one.ordinal for one in missing}
-    yield from (self._kept.read(one) for one in assignments if one.ordinal not in numbers)
+    yield from (self._kept.read(one) for one in assignments if one.ordinal not in missing)
     if not missing:
       return
-    by_ordinal = {one.ordinal: one for one in missing}
-    for group in self._worker.collect(missing, self._source.group_size, Sampling(temperature=self._source.temperature)):
-      if self._kept is not None and len(group.trajectories) == self._source.group_size and all(one.is_valid for one in group.trajectories):
-        self._kept.add(by_ordinal[group.trajectories[0].group], group)
+    source = self._source
+    for group in self._worker.collect(list(missing.values()), source.group_size, Sampling(temperature=source.temperature)):
+      if self._kept is not None and len(group.trajectories) == source.group_size and all(one.is_valid for one in group.trajectories):
+        self._kept.add(missing[group.trajectories[0].group], group)
       yield group
 
   @functools.cached_property

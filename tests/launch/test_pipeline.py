@@ -188,8 +188,8 @@ def test_kill_9_of_the_pipeline_changes_nothing(model, kept):
   assert record(workdir, 'data.mixture')['attempts'] == 2 and 'end_s' not in record(workdir, 'sft.train')
 
   # Between an export and its record; an earlier export has left what a kill within it leaves.
-  (workdir / 'models' / '.sft.1.partial').mkdir()
-  (workdir / 'models' / '.sft.1.old').mkdir()
+  for left in ('partial', 'old'):
+    shutil.copytree(workdir / 'models' / 'sft', workdir / 'models' / f'.sft.1.{left}')
   done = run(model, workdir, '--until=sft', kill=Kill('rl.lineage:write_json', 2, 'sft.export.json'))
   assert done.returncode == -signal.SIGKILL and record(workdir, 'sft.train')['attempts'] == 2 and 'end_s' not in record(workdir, 'sft.export')
 
