@@ -27,12 +27,14 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 import time
+from typing import get_args
 
 from absl import flags
 import jax
 from ml_collections import config_flags
 import numpy as np
 
+from envs.verifiers.numbers import Mark, NumberVerifier
 import launch
 from launch import report_evidence, report_reward, rollouts
 from models import chat, heads, sampling, sharding, startup, transformer
@@ -58,7 +60,7 @@ _SCHEMA = flags.DEFINE_enum('schema', 'qa', ['qa', 'chat', 'text'], 'What a row 
 _HELDOUT = flags.DEFINE_float('heldout_fraction', 0.0, 'Use only this share of the data, chosen by content.', lower_bound=0, upper_bound=1)
 _LIMIT = flags.DEFINE_integer('limit', 200, 'Most examples to use; 0 is all.', lower_bound=0)
 _METRICS = flags.DEFINE_list('metrics', ['likelihood', 'answers'], 'Some of likelihood, answers.')
-_PATTERN = flags.DEFINE_string('answer_pattern', answers.NUMBER_AFTER_MARK, 'Regular expression whose group is the final answer.')
+_MARK = flags.DEFINE_enum('answer_mark', 'hashes', get_args(Mark), 'What announces the final number: hashes is "####", boxed "\\boxed{}".')
 _TEMPLATE = flags.DEFINE_enum('chat_template', None, list(chat.TEMPLATES), "How messages become tokens; default the run's, or plain.")
 _TEMPERATURE = flags.DEFINE_float('temperature', 0.0, '0 decodes greedily.', lower_bound=0)
 _MAX_NEW = flags.DEFINE_integer('max_new_tokens', 128, 'Longest reply, in tokens.', lower_bound=1)
@@ -130,7 +132,7 @@ def evaluate() -> dict:
                     num_slots=_SLOTS.value, max_length=_LENGTH.value)
     found = list(answers.generate_answers(
         engine, policy.tokenizer, template, examples, sampling=sampling.Sampling(temperature=_TEMPERATURE.value),
-        max_new_tokens=_MAX_NEW.value, seed=_SEED.value, pattern=_PATTERN.value))
+        max_new_tokens=_MAX_NEW.value, seed=_SEED.value, verifier=NumberVerifier(_MARK.value)))
     accuracy = stats.proportion(sum(answer.is_correct for answer in found), len(found))
     unstated = sum(answer.stated is None for answer in found)
     results['answers'] = {'accuracy': accuracy._asdict(), 'without_answer': unstated, 'sampling': {'temperature': _TEMPERATURE.value},

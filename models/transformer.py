@@ -225,7 +225,18 @@ def num_flops_per_token(config: ModelConfig, length: int, trainable_fraction: fl
     length: average tokens a query attends over counts as length / 2 (causal), less under a window.
     trainable_fraction: share of the matmul weights whose gradient is computed (about 0 for LoRA).
   """
+  weights, scores = _matmuls(config, length)
+  return weights * (4 + 2 * trainable_fraction) + 3 * scores
+
+
+def num_forward_flops_per_token(config: ModelConfig, length: int) -> float:
+  """Return the matmul FLOPs per token of a forward pass alone, such as a teacher's; `length` as in `num_flops_per_token`."""
+  weights, scores = _matmuls(config, length)
+  return 2 * weights + scores
+
+
+def _matmuls(config: ModelConfig, length: int) -> tuple[int, float]:
+  """Return the weights that a token is multiplied by, and the FLOPs of its scores and of the sum over values."""
   weights = params_lib.count(declare(config)) - (0 if config.tied_embeddings else config.vocab_size * config.embed_dim)
   spans = sum(min(length / 2, config.layer_window(config.layer_kind(layer)) or length) for layer in range(config.num_layers))
-  scores = 2 * 2 * spans * config.num_heads * config.head_dim
-  return weights * (4 + 2 * trainable_fraction) + 3 * scores
+  return weights, 2 * 2 * spans * config.num_heads * config.head_dim

@@ -76,6 +76,11 @@ def build_learner(config: OfflineConfig, model: ModelConfig, layout: Layout, mes
                            optimizer.schedule(config.optimizer, config.num_steps), full=config.lora.rank == 0, loss=loss)
 
 
+def flops_per_token(config: OfflineConfig, model: ModelConfig, length: int) -> float:
+  """Return the FLOPs that a step of the model alone needs for each token."""
+  return transformer.num_flops_per_token(model, length, 1.0 if config.lora.rank == 0 else 0.0)
+
+
 class Taken(Protocol):
   """The data of a step.
 
@@ -100,6 +105,9 @@ class Stage(Protocol):
   frozen: Params
   lineage: Mapping[str, Any]
   shown: Mapping[str, str]
+
+  def flops_per_token(self, length: int) -> float:
+    """Return the FLOPs that a step needs for each token of rows of this length."""
 
   def prepare(self, workdir: Path, trainable: Params) -> None:
     """Compute what a run needs of the initial model, before its parameters change or are restored."""
@@ -150,7 +158,7 @@ def run(config: OfflineConfig, make_stage: Callable[[], tuple[Stage, Params]], w
     monitor.write_config(workdir, resolved, config_lib.difference(config, defaults))
     board = stack.enter_context(monitor.Monitor(
         workdir, total_steps=config.num_steps, start_step=first_step,
-        flops_per_token=transformer.num_flops_per_token(stage.model, length or config.data.length, 1.0 if config.lora.rank == 0 else 0.0),
+        flops_per_token=stage.flops_per_token(length or config.data.length),
         peak_flops=monitor.measure_matmul_peak(config.layout.compute_dtype) * jax.process_count()))
     stopping = stack.enter_context(run_lib.stop_signal())
     steps = stack.enter_context(contextlib.closing(stage.steps(host.documents)))

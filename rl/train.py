@@ -172,6 +172,10 @@ class SupervisedStage:
   lineage: dict[str, Any]
   shown: ClassVar[dict[str, str]] = {}
 
+  def flops_per_token(self, length: int) -> float:
+    """Return the FLOPs that a step needs for each token of rows of this length."""
+    return offline.flops_per_token(self.config, self.model, length)
+
   def prepare(self, workdir: Path, trainable: Params) -> None:
     """Nothing is computed of the initial model."""
 

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models import transformer
 from rl import learner as learner_lib
 from rl import offline, phases, train
 from rl import run as run_lib
@@ -106,6 +107,11 @@ class DistillationStage(train.SupervisedStage):
   teacher: Teacher
   words: TeacherWords | None
   shown: ClassVar[dict[str, str]] = {'divergence': 'distillation/divergence_nats', 'agreement': 'distillation/agreement'}
+
+  def flops_per_token(self, length: int) -> float:
+    """Return the FLOPs that a step needs for each token of rows of this length, a held teacher's forward pass included."""
+    of_teacher = transformer.num_forward_flops_per_token(self.teacher.model.config, length) if self.words is None else 0.0
+    return super().flops_per_token(length) + of_teacher
 
   def prepare(self, workdir: Path, trainable: Params) -> None:
     """Score the texts of all steps with the teacher, if its words are kept and these are not there yet."""

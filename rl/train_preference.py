@@ -174,6 +174,10 @@ class ComparisonStage:
     """What the progress line shows."""
     return {'loss': 'train/loss', 'accuracy': 'preference/accuracy' if self.config.stage == 'preference' else 'reward_model/accuracy'}
 
+  def flops_per_token(self, length: int) -> float:
+    """Return the FLOPs that a step needs for each token of rows of this length; not those of KTO's reference point."""
+    return offline.flops_per_token(self.config, self.model, length)
+
   def prepare(self, workdir: Path, trainable: Params) -> None:
     """Score the texts of all steps with the reference, if the loss has one and they are not scored yet."""
     config = self.config

@@ -203,7 +203,8 @@ def run(config: RLConfig, workdir: str | Path, make_env: Callable[[Domain], Any]
       `run.MAX_SKIPPED_IN_A_ROW` updates without a finite gradient.
   """
   if jax.process_count() > 1:
-    raise RuntimeError(f'rl.train_rl runs in one process, there are {jax.process_count()}; start it on one host.')
+    raise ValueError(f'rl.train_rl runs in one process, and there are {jax.process_count()}; start it on one host, without '
+                     'JAX_COORDINATOR_ADDRESS.')
   workdir = Path(workdir)
   setup, trainable = set_up(config)
   resolved = config_lib.to_json(config)

@@ -1,29 +1,26 @@
-"""Evaluate by generating answers to questions and comparing the final answer with the reference's.
+"""Evaluate by generating answers to questions and verifying the number that each states against the reference's.
 
-Generation runs through the engine and the chat rendering that training uses; nothing here has its own prompt or decoding code. The final
-answer is found by one pattern in both texts, the last match counts, and numbers are compared as exact decimals. A reply without a match is
-wrong and counted apart, because a model that never states an answer fails in another way than one that states a wrong one.
+Generation runs through the engine and the chat rendering that training uses, and what counts as a right answer is the verifier's that pays in
+training; nothing here has its own prompt, decoding or reading of answers. A reply that states no number is wrong and counted apart, because a
+model that never states an answer fails in another way than one that states a wrong one.
 
-Deliberately absent: verifiers that run or judge model text (they belong to environments).
+Deliberately absent: answers that are not one number (environments have verifiers for them, and `runner` tries their problems).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
-import re
 
 import numpy as np
 
+from envs.core import Problem
+from envs.verifiers.numbers import NumberVerifier, answer_slot
 from models import chat
 from models.sampling import Sampling
 from models.tokenizer import Tokenizer
 from rl.data.records import Example
 from rl.rollout.engine import Engine, Request
-
-# GSM8K's form; the last match counts.
-NUMBER_AFTER_MARK = r'####\s*(-?[\d,]*\.?\d+)'
 
 
 @dataclass(frozen=True)
@@ -33,8 +30,8 @@ class Answer:
   Attributes:
     source: the example's.
     reply: what the model said.
-    expected, stated: final answers of the reference and of the reply; None where the reply states none.
-    is_correct: whether they are equal.
+    expected, stated: numbers of the reference and of the reply; None where the reply states none.
+    is_correct: the verifier's verdict.
     stop: why the generation ended.
   """
   source: str
@@ -45,44 +42,37 @@ class Answer:
   stop: str
 
 
-def final_answer(text: str, pattern: str) -> str | None:
-  """Return the last match of the pattern's first group, or None."""
-  found = re.findall(pattern, text)
-  return found[-1].strip() if found else None
+def problem_of(example: Example, verifier: NumberVerifier) -> Problem:
+  """Return what an example asks, and the number that its last message states.
 
-
-def is_equal(stated: str | None, expected: str) -> bool:
-  """Compare final answers: as exact decimals when both are numbers (thousands separators ignored), else as text."""
-  if stated is None:
-    return False
-  try:
-    return Decimal(stated.replace(',', '')) == Decimal(expected.replace(',', ''))
-  except InvalidOperation:
-    return stated == expected
+  Raises:
+    ValueError: the last message is not the assistant's, or the verifier does not take it for a right answer to itself.
+  """
+  *prompt, reference = example.messages
+  stated, _ = answer_slot(reference['content'], verifier.mark)
+  problem = Problem(example.source, 'data', 1, tuple(prompt), stated)
+  if reference['role'] != 'assistant' or verifier.verify(problem, reference['content']).score != 1:
+    raise ValueError(f'{example.source}: the last message, by {reference["role"]}, states no number as the verifier reads it (mark='
+                     f'{verifier.mark!r}: after "####", or in "\\boxed{{}}"); choose another mark or other data.')
+  return problem
 
 
 def generate_answers(engine: Engine, tokenizer: Tokenizer, chat_template: str, examples: Sequence[Example], *, sampling: Sampling,
-                     max_new_tokens: int, seed: int, pattern: str = NUMBER_AFTER_MARK) -> Iterator[Answer]:
+                     max_new_tokens: int, seed: int, verifier: NumberVerifier = NumberVerifier()) -> Iterator[Answer]:
   """Yield an `Answer` for each example, as they finish.
 
-  The prompt is everything before the example's last message, which must be the assistant's and state a final answer.
+  The prompt is everything before the example's last message.
 
   Raises:
-    ValueError: an example whose reference states no answer, or a prompt that the engine refuses.
+    ValueError: as `problem_of`, before anything is generated; a prompt that the engine refuses.
   """
   template = chat.TEMPLATES[chat_template]
-  requests, expected = [], []
-  for index, example in enumerate(examples):
-    *prompt, reference = example.messages
-    wanted = final_answer(reference['content'], pattern) if reference['role'] == 'assistant' else None
-    if wanted is None:
-      raise ValueError(f'{example.source}: the last message, by {reference["role"]}, states no answer that matches {pattern!r}; '
-                       'choose another answer pattern or other data.')
-    expected.append(wanted)
-    tokens_T = chat.render(prompt, tokenizer, template, generation_prompt=True).tokens_T
+  problems = [problem_of(example, verifier) for example in examples]
+  requests = []
+  for index, problem in enumerate(problems):
+    tokens_T = chat.render(problem.messages, tokenizer, template, generation_prompt=True).tokens_T
     requests.append(Request(str(index), np.asarray(tokens_T, np.int32), sampling, max_new_tokens, seed + index))
   for completion in engine.generate(requests, tokenizer.stop_ids):
-    index = int(completion.id)
-    reply = tokenizer.decode(completion.tokens_T)
-    stated = final_answer(reply, pattern)
-    yield Answer(examples[index].source, reply, expected[index], stated, is_equal(stated, expected[index]), completion.stop)
+    problem, reply = problems[int(completion.id)], tokenizer.decode(completion.tokens_T)
+    verdict = verifier.verify(problem, reply)
+    yield Answer(problem.id, reply, problem.answer, verdict.parsed, verdict.score == 1, completion.stop)

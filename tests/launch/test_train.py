@@ -1,8 +1,10 @@
-"""The training program as its users meet it: learns, survives kill -9 bit for bit, stops on SIGTERM, and says no in one message."""
+"""The training program as its users meet it: learns, survives kill -9 in every stage bit for bit, stops on SIGTERM, says no in one message."""
 
 import json
+import os
 from pathlib import Path
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,12 +13,11 @@ import jax
 import numpy as np
 import pytest
 
+from launch import stages
 from models import hf_weights, sharding
 from models.sharding import Layout
-from rl import checkpoint, policy, train
-from rl import config as config_lib
-from rl import learner as learner_lib
-from tests import tiny_model
+from rl import checkpoint, policy
+from tests import checkpoints, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_STEPS = 40
@@ -26,7 +27,10 @@ NUM_STEPS = 40
 def files(tmp_path_factory):
   root = tmp_path_factory.mktemp('train')
   tiny_model.write_model(root / 'model')
+  tiny_model.write_model(root / 'teacher', mlp_dim=64)
   tiny_model.write_data(root / 'data.jsonl')
+  rows = [{'prompt': f'{number}?', 'chosen': 'abc' + 'd' * (number % 4), 'rejected': 'xyz'} for number in range(64)]
+  (root / 'pairs.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
   return root
 
 
@@ -38,23 +42,52 @@ def command(files, workdir, *more):
           '--config.mesh.data=2', '--config.cpu_devices=2', *more]
 
 
-def run(arguments):
-  return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+# Small runs of the other stages, 20 steps each; distillation into adapters, from the teacher's words, which are kept.
+PAIRS = ['--config.data.length=32', '--config.data.rows=4', '--config.data.micro_batches=1', '--config.data.max_segments=4']
+STAGES = {
+    'preference': ('configs/dpo.py', ["--config.data.paths=('{files}/pairs.jsonl',)", *PAIRS]),
+    'reward': ('configs/reward_model.py', ["--config.data.paths=('{files}/pairs.jsonl',)", *PAIRS]),
+    'distillation': ('configs/distill.py', [
+        '--config.teacher.path={files}/teacher', "--config.data.tasks.train.paths=('{files}/data.jsonl',)", '--config.loss.top_k=4',
+        '--config.lora.rank=4', '--config.data.rows=4', '--config.data.length=192', '--config.data.micro_batches=1']),
+    'rl': ('configs/grpo.py', [
+        "--config.domains={{'tests/toys:one_token': {{}}}}", '--config.groups=4', '--config.group_size=4', '--config.rows=4',
+        '--config.length=24', '--config.rollout.max_new_tokens=1', '--config.rollout.max_length=24', '--config.rollout.slots=16',
+        '--config.rollout.steps_per_launch=1', '--config.eval.every_steps=0']),
+}
+STAGE_STEPS = 20
+
+
+def stage_command(stage, files, workdir, *more):
+  """Return the command of a small run of a stage; other than `command`'s it has no evaluation."""
+  if stage == 'supervised':
+    return command(files, workdir)
+  config, settings = STAGES[stage]
+  evaluation = [] if stage == 'rl' else ['--config.eval_every_steps=0']
+  return [sys.executable, '-m', 'launch.train', f'--config={config}', f'--config.model.path={files}/model', f'--workdir={workdir}',
+          f'--config.num_steps={STAGE_STEPS}', '--config.checkpoint_every_steps=3', '--config.layout.remat=none',
+          '--config.optimizer.warmup_steps=2', '--config.optimizer.learning_rate=1e-3', *evaluation,
+          *(setting.format(files=files) for setting in settings), *more]
+
+
+def run(arguments, **environment):
+  return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300, env=os.environ | environment)
+
+
+def start(arguments, **environment):
+  return subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=os.environ | environment)
+
+
+def finish(process):
+  """Wait for a process and return what it logged."""
+  _, log = process.communicate(timeout=500)
+  assert process.returncode == 0, log
+  return log
 
 
 def metrics(workdir):
   path = workdir / 'metrics.jsonl'
   return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def state(files, workdir):
-  """Return the arrays of the newest checkpoint, restored onto the 8 devices of this process, and its host state."""
-  host = checkpoint.read_host(workdir / 'checkpoints')
-  config = config_lib.build(train.TrainConfig, {**host.config, 'mesh': {'data': 1, 'fsdp': 8, 'seq': 1, 'tensor': 1},
-                                                'data': {**host.config['data'], 'rows': 8}})
-  setup, trainable = train.set_up(config)
-  abstract = learner_lib.abstract_state(setup.learner.init(trainable))
-  return jax.tree.map(np.asarray, checkpoint.read_state(workdir / 'checkpoints', abstract)), host
 
 
 @pytest.fixture(scope='module')
@@ -66,8 +99,10 @@ def finished(files):
 
 
 def steps_of(workdir):
-  return {record['step']: {key: value for key, value in record.items() if not key.startswith(('speed/', 'time_s'))}
-          for record in metrics(workdir) if 'train/loss_nats' in record}
+  """Return everything that was measured of each step but times."""
+  skipped = ('speed/', 'timing_s/', 'time_s', 'rollout/tokens_per_s')
+  return {record['step']: {key: value for key, value in record.items() if not key.startswith(skipped)}
+          for record in metrics(workdir) if 'train/grad_norm' in record}
 
 
 def test_a_run_learns_and_reports(finished):
@@ -82,29 +117,65 @@ def test_a_run_learns_and_reports(finished):
   assert list((workdir / 'tensorboard').iterdir())
 
 
-@pytest.mark.parametrize('seed', [0, 1])
-def test_kill_9_at_a_random_step_changes_nothing(files, finished, seed):
-  whole, _ = finished
-  workdir = files / f'killed{seed}'
-  kill_after = np.random.default_rng(seed).integers(3, 30, 2)
-  for num_lines in sorted(kill_after):
-    process = subprocess.Popen(command(files, workdir), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.time() + 200
+@pytest.mark.parametrize('stage', stages.STAGES)
+def test_kill_9_at_a_random_step_changes_nothing(files, finished, stage):
+  is_first = stage == 'supervised'
+  workdir, whole = files / f'{stage}_killed', finished[0] if is_first else files / f'{stage}_whole'
+  uninterrupted = None if is_first else start(stage_command(stage, files, whole))
+  num_steps, num_kills = (NUM_STEPS, 2) if is_first else (STAGE_STEPS, 1)
+  kill_after = sorted(np.random.default_rng(list(stages.STAGES).index(stage)).integers(3, num_steps // 2, num_kills).tolist())
+  for num_lines in kill_after:
+    process = start(stage_command(stage, files, workdir))
+    deadline = time.time() + 400
     while len(metrics_lines(workdir)) < num_lines and process.poll() is None and time.time() < deadline:
       time.sleep(0.002)
     process.kill()
-    process.wait()
-  assert metrics_lines(workdir), 'nothing was written before the kill'
-  assert len(checkpoint.committed_steps(workdir / 'checkpoints')) == 0 or checkpoint.committed_steps(workdir / 'checkpoints')[-1] < NUM_STEPS
-  done = run(command(files, workdir))
-  assert done.returncode == 0, done.stderr
-  resumed, resumed_host = state(files, workdir)
-  uninterrupted, host = state(files, whole)
-  assert int(resumed.step) == NUM_STEPS
-  jax.tree.map(np.testing.assert_array_equal, resumed, uninterrupted)
-  assert resumed_host.documents == host.documents
-  # The same documents in the same order: every step's loss and position, before and after the kill.
-  assert steps_of(workdir) == steps_of(whole)
+    process.communicate()
+  killed_at = (checkpoint.committed_steps(workdir / 'checkpoints') or [0])[-1]
+  assert len(metrics_lines(workdir)) >= kill_after[-1] and killed_at < num_steps
+  finish(start(stage_command(stage, files, workdir)))
+  if uninterrupted is not None:
+    finish(uninterrupted)
+  checkpoints.check_equal(workdir, whole, num_steps)
+  assert checkpoint.read_host(workdir / 'checkpoints') == checkpoint.read_host(whole / 'checkpoints')
+  # The same data in the same order: every step's loss and position, before and after the kill.
+  assert steps_of(workdir) == steps_of(whole) and len(steps_of(whole)) == num_steps
+
+
+def in_two_processes(arguments):
+  """Run a program as two processes that compute together; return (returncode, log) of each."""
+  with socket.socket() as probe:
+    probe.bind(('127.0.0.1', 0))
+    address = f'127.0.0.1:{probe.getsockname()[1]}'
+  processes = [start(arguments, JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES='2', JAX_PROCESS_ID=str(index)) for index in range(2)]
+  logs = [process.communicate(timeout=500)[1] for process in processes]
+  return [(process.returncode, log) for process, log in zip(processes, logs, strict=True)]
+
+
+@pytest.mark.parametrize('stage', ['supervised', 'distillation'])
+def test_two_processes_compute_what_one_does(files, finished, stage):
+  """Each has one of the devices that one process has two of; both write one checkpoint, and one of them the metrics."""
+  workdir = files / f'{stage}_two_processes'
+  if stage == 'supervised':
+    whole, num_steps, arguments = finished[0], NUM_STEPS, command(files, workdir, '--config.cpu_devices=1')
+  else:
+    whole, num_steps = files / f'{stage}_two_devices', STAGE_STEPS
+    finish(start(stage_command(stage, files, whole, '--config.mesh.data=2', '--config.cpu_devices=2')))
+    arguments = stage_command(stage, files, workdir, '--config.mesh.data=2')
+  for returncode, log in in_two_processes(arguments):
+    assert returncode == 0, log
+    assert 'mesh {\'data\': 2' in log
+  checkpoints.check_equal(workdir, whole, num_steps)
+  assert steps_of(workdir) == steps_of(whole) and len(steps_of(whole)) == num_steps
+
+
+def test_what_processes_cannot_do_together_is_refused(files):
+  for returncode, log in in_two_processes(stage_command('rl', files, files / 'rl_two_processes')):
+    assert returncode != 0 and 'Traceback' not in log
+    assert 'rl.train_rl runs in one process, and there are 2; start it on one host' in log, log
+  done = run(command(files, files / 'one_of_many'), JAX_COORDINATOR_ADDRESS='127.0.0.1:1', JAX_NUM_PROCESSES='two')
+  assert done.returncode != 0 and "JAX_NUM_PROCESSES='two' must be a whole number" in done.stderr and 'Traceback' not in done.stderr
+  assert not (files / 'rl_two_processes').exists() and not (files / 'one_of_many').exists()
 
 
 def metrics_lines(workdir):
@@ -133,7 +204,7 @@ def test_the_trained_model_loads_like_any_other(files, finished):
   before = hf_weights.load(files / 'model', mesh, Layout())[1]
   assert tuned.chat_template == 'plain'
   assert np.any(np.asarray(tuned.params['embedding']) != np.asarray(before['embedding']))
-  np.testing.assert_array_equal(tuned.params['embedding'], state(files, workdir)[0].trainable['embedding'])
+  np.testing.assert_array_equal(tuned.params['embedding'], checkpoints.newest_arrays(workdir)[1]['trainable']['embedding'])
   early = checkpoint.committed_steps(workdir / 'checkpoints')[0]
   assert np.any(policy.load(workdir, mesh, Layout(), 'float32', early).params['embedding'] != tuned.params['embedding'])
   with pytest.raises(ValueError, match=f'step=3 was asked of {files}/model, which has no checkpoints directory'):

@@ -198,3 +198,4 @@ def test_flops_by_hand():
   matrices = 96 * 32 + 2 * 32 * 64 + 2 * 32 * 32 + 3 * 32 * 48
   norms = 5 * 32 + 2 * 16
   assert transformer.num_flops_per_token(config, 10) == 6 * (matrices + norms) + 3 * 4 * 5 * 64
+  assert transformer.num_forward_flops_per_token(config, 10) == 2 * (matrices + norms) + 4 * 5 * 64

@@ -5,7 +5,12 @@ import math
 import numpy as np
 import pytest
 
+from envs.verifiers.numbers import NumberVerifier
+from models.sampling import Sampling
+from models.tokenizer import ByteTokenizer
+from rl.data.records import Example
 from rl.evals import answers, stats
+from rl.rollout.engine import Completion
 
 
 def test_wilson_by_hand():
@@ -61,10 +66,37 @@ def test_ratio_of_sums_by_hand_and_coverage():
   assert covered > 360
 
 
-def test_final_answers():
-  mark = answers.NUMBER_AFTER_MARK
-  assert answers.final_answer('so 3. #### 12\nno, #### 1,250', mark) == '1,250'
-  assert answers.final_answer('it is 12', mark) is None
-  assert answers.is_equal('1,250.0', '1250') and answers.is_equal('-0.50', '-.5')
-  assert not answers.is_equal('12', '13') and not answers.is_equal(None, '12')
-  assert answers.is_equal('Paris', 'Paris') and not answers.is_equal('paris', 'Rome')
+WORDS = ByteTokenizer()
+REPLIES = {'so 3. #### 12\nno, #### 1,250': ('1250', True), '<think>#### 7</think>#### 1250.0': ('1250', True), 'it is 1250': (None, False),
+           '#### 1251': ('1251', False), '#### 1250 or 1251': (None, False), '#### 1\n#### 2\n#### 3\n#### 1250': (None, False)}
+
+
+class Parrot:
+  """An engine that gives the replies in turn, the last first, as they might finish."""
+
+  def generate(self, requests, stop_ids):
+    self.prompts = [WORDS.decode(request.tokens_T) for request in requests]
+    for request, reply in reversed(list(zip(requests, REPLIES, strict=True))):
+      yield Completion(request.id, np.array(WORDS.encode(reply), np.int32), *[np.zeros(0)] * 3, 'stop')
+
+
+def example(*messages):
+  return Example(tuple({'role': role, 'content': content} for role, content in messages), 'file:3')
+
+
+def test_answers_are_verified_as_in_training():
+  examples = [example(('user', f'{number}?'), ('assistant', 'It is 1,250.\n#### 1,250')) for number in range(len(REPLIES))]
+  engine = Parrot()
+  found = list(answers.generate_answers(engine, WORDS, 'plain', examples, sampling=Sampling(), max_new_tokens=8, seed=0))
+  assert {answer.reply: (answer.stated, answer.is_correct) for answer in found} == REPLIES
+  assert {answer.expected for answer in found} == {'1,250'} and [answer.reply for answer in found] == list(REPLIES)[::-1]
+  assert all(f'{number}?' in prompt and '1,250' not in prompt for number, prompt in enumerate(engine.prompts))
+  boxed = answers.problem_of(example(('user', 'How many?'), ('assistant', r'\boxed{7}')), NumberVerifier('boxed'))
+  assert boxed.answer == '7' and boxed.messages == ({'role': 'user', 'content': 'How many?'},)
+
+
+@pytest.mark.parametrize('messages', [
+    [('user', 'a'), ('assistant', 'it is 12')], [('user', 'a'), ('assistant', '#### many')], [('assistant', 'a'), ('user', '#### 12')]])
+def test_references_without_an_answer_are_refused(messages):
+  with pytest.raises(ValueError, match=f"file:3: the last message, by {messages[-1][0]}, states no number .* .mark='hashes'"):
+    answers.problem_of(example(*messages), NumberVerifier())

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from configs import distill
 from envs.core import Outcome
 from launch import convert, teacher_texts
-from models import adapter_files, hf_weights, lora, sharding, student
+from models import adapter_files, hf_weights, lora, sharding, student, transformer
 from models import params as params_lib
 from models import tokenizer as tokenizer_lib
 from rl import checkpoint, policy, train, train_distillation, train_rl
@@ -250,6 +250,10 @@ def test_words_are_kept_so_that_the_teacher_is_not_needed_again(files, kept, mon
 
   stage, trainable = train_distillation.set_up(config, files / 'kept')
   assert learner_lib.TEACHER not in stage.frozen
+  held, _ = train_distillation.set_up(offline_config(files), files / 'not_run')
+  # Kept words cost a step nothing; a held teacher has two of the student's layers, and its forward pass is computed in each.
+  forward = transformer.num_forward_flops_per_token(policy.read_config(files / 'teacher'), 64)
+  assert held.flops_per_token(64) == stage.flops_per_token(64) + forward > stage.flops_per_token(64) > forward
   monkeypatch.setattr(teacher_lib.Teacher, 'load', never)
   stage.prepare(files / 'kept', trainable)
   # The same run again, from the words of the first: bit for bit.
