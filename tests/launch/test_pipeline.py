@@ -50,7 +50,9 @@ def execute(words, kill=None):
   environment = dict(os.environ)
   if kill:
     environment |= {'KILL_AT': json.dumps(kill._asdict()), 'PYTHONPATH': str(ROOT / 'tests' / 'launch' / 'killing')}
-  return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=1200)
+  done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=1200)
+  assert 'outlived its parent' not in done.stderr
+  return done
 
 
 def run(*arguments, kill=None, **settings):

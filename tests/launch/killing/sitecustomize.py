@@ -19,7 +19,8 @@ _MODULE, _, _NAME = _POINT['function'].partition(':')
 
 def _kill():
   os.kill(os.getpid() if _POINT['victim'] == 'self' else os.getppid(), signal.SIGKILL)
-  time.sleep(60)  # A run ends with its pipeline; one that would not must not go on.
+  time.sleep(20)  # A run ends with its pipeline; one that does not says so, and must not go on.
+  print('outlived its parent', file=sys.stderr, flush=True)
   os._exit(1)
 
 
