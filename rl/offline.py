@@ -45,7 +45,7 @@ class OfflineConfig:
     seed: root of everything random.
     checkpoint_every_steps, checkpoints_kept: when to save, and how many of the newest to keep.
     eval_every_steps: steps between evaluations on the held-out split; 0 never evaluates.
-    cpu_devices: simulated devices when running on CPU; read by `launch.train` before JAX starts.
+    cpu_devices: simulated devices of each process when running on CPU; read by `launch.train` before JAX starts.
   """
   model: ModelSource
   num_steps: int

@@ -148,11 +148,15 @@ def in_two_processes(arguments):
     probe.bind(('127.0.0.1', 0))
     address = f'127.0.0.1:{probe.getsockname()[1]}'
   processes = [start(arguments, JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES='2', JAX_PROCESS_ID=str(index)) for index in range(2)]
-  logs = [process.communicate(timeout=500)[1] for process in processes]
+  try:
+    logs = [process.communicate(timeout=500)[1] for process in processes]
+  finally:
+    for process in processes:
+      process.kill()  # One that waits for another that failed would do so for minutes.
   return [(process.returncode, log) for process, log in zip(processes, logs, strict=True)]
 
 
-@pytest.mark.parametrize('stage', ['supervised', 'distillation'])
+@pytest.mark.parametrize('stage', ['supervised', pytest.param('distillation', marks=pytest.mark.slow)])
 def test_two_processes_compute_what_one_does(files, finished, stage):
   """Each has one of the devices that one process has two of; both write one checkpoint, and one of them the metrics."""
   workdir = files / f'{stage}_two_processes'
