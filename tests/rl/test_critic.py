@@ -1,4 +1,4 @@
-"""A critic: what it expects stands at the right tokens, its gradient does not depend on how a step is split, and it learns beside a policy."""
+"""A critic: what it expects stands at the right tokens, masked places hold anything, and it learns beside a policy."""
 
 import dataclasses
 import functools
@@ -12,8 +12,8 @@ from rl import batching, critic, losses_reward
 from rl import metrics as metrics_lib
 from rl.losses_reward import ValueLossConfig
 from rl.optimizer import OptimizerConfig
-from tests.rl.test_learner import CONFIG, LENGTH, check_equal, fresh, setting
-from tests.rl.test_policy_gradient import conversations, padded, place
+from tests.rl.test_learner import CONFIG, LENGTH, fresh, setting
+from tests.rl.test_policy_gradient import conversations, place
 
 SETTINGS = critic.CriticConfig(OptimizerConfig(learning_rate=3e-3, schedule='constant'), ValueLossConfig(clip=0.2))
 
@@ -75,39 +75,6 @@ def test_values_stand_before_their_tokens_however_documents_are_packed(name):
     np.testing.assert_allclose(one.values_T[1:], scores_T[:size - 1], rtol=1e-5, atol=1e-5)
     assert one.after == pytest.approx(scores_T[size - 1], rel=1e-4, abs=1e-5) and one.values_T[0] == 0
   assert np.ptp(np.concatenate([one.values_T for one in expected])) > 0.1
-
-
-def step_gradient(name, micro_batches, packed, aggregation, rank=0):
-  found, state, _ = made(name, rank)
-  docs = documents()
-  denominator = batching.step_denominator(docs, aggregation, max_length=10)
-  spread = [docs[row::4] for row in range(4)] if packed else [[document] for document in docs]
-  rows = [row for part in range(micro_batches) for row in padded(spread[part::micro_batches])]
-  batch = batching.pack_rows(rows, LENGTH, denominator=denominator, aggregation=aggregation)
-  total, metrics = None, None
-  for part in batching.micro_batches(batch, micro_batches):
-    grads, more = found.learner.gradient(state.trainable, found.frozen, batching.to_global(part, place(name)))
-    total = grads if total is None else found.learner.accumulate(total, grads)
-    metrics = more if metrics is None else metrics_lib.merge(metrics, more)
-  return jax.tree.map(np.asarray, total), metrics_lib.compute(metrics)
-
-
-@functools.cache
-def expected_gradient(aggregation, rank=0):
-  return step_gradient('one', 1, True, aggregation, rank)
-
-
-@pytest.mark.parametrize('packed', [True, False])
-@pytest.mark.parametrize('micro_batches', [1, 2, 4])
-@pytest.mark.parametrize('name', ['one', 'fsdp2', 'seq2'])
-def test_gradient_is_the_same_however_a_step_is_split(name, micro_batches, packed):
-  for aggregation in ('token_mean', 'sequence_mean'):
-    grads, metrics = step_gradient(name, micro_batches, packed, aggregation)
-    wanted, wanted_metrics = expected_gradient(aggregation)
-    check_equal(grads, wanted)
-    assert 0 < metrics['value/clip_fraction'] < 1
-    for key, value in wanted_metrics.items():
-      assert metrics[key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
 
 
 def test_masked_places_hold_anything():

@@ -1,39 +1,21 @@
-"""Policy losses through the learner: the same gradient however a step is split, scores, on-policy first updates, objectives that move."""
+"""Policy losses through the learner: long trajectories, scores, on-policy first updates, objectives that move."""
 
 import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from models import params as params_lib
-from rl import batching, losses
+from rl import batching
 from rl import metrics as metrics_lib
 from rl.losses import PolicyLossConfig
 from rl.types import Document
 from tests.rl.test_learner import LENGTH, check_equal, fresh, setting
 
-# Bounds that some ratios of `documents` cross and some do not.
-LOSSES = {
-    'token': PolicyLossConfig(clip_low=0.2, clip_high=0.3, kl_coef=0.05),
-    'sequence': PolicyLossConfig(ratio='sequence', clip_low=0.05, clip_high=0.1, max_segments=4),
-}
-# Everything else that a loss can be made of, each with what some tokens are dropped by and some are not.
-CORRECTED = {
-    'naive': ('opsm', PolicyLossConfig(decoupled=False, importance_cap=None, dual_clip=1.3, opsm_nats=0.05, max_segments=4, kl_coef=0.05,
-                                       kl_estimator='k3_corrected')),
-    'naive_sequence': ('opsm', PolicyLossConfig(decoupled=False, importance_cap=None, ratio='sequence', opsm_nats=0.05, max_segments=4)),
-    'dppo': ('masked', PolicyLossConfig(kind='dppo', clip_low=1e-3, clip_high=1e-3, importance_level='geometric', importance_mode='filter',
-                                        importance_low=0.8, importance_cap=1.2, max_segments=4, kl_coef=0.05, kl_estimator='k3')),
-    'cispo': ('masked', PolicyLossConfig(kind='cispo', importance_level='sequence', importance_mode='mask', importance_cap=1.5,
-                                         max_segments=4)),
-    'sequence_truncated': ('capped', PolicyLossConfig(importance_level='sequence', importance_low=0.7, importance_cap=1.3, max_segments=4)),
-    'reinforce': ('masked', PolicyLossConfig(kind='reinforce', importance_mode='mask', importance_low=0.7, importance_cap=1.3)),
-}
+TOKEN = PolicyLossConfig(clip_low=0.2, clip_high=0.3, kl_coef=0.05)
 ON_POLICY = PolicyLossConfig(importance_cap=None)
-AGGREGATIONS = ('token_mean', 'sequence_mean', 'sequence_sum', 'constant', 'token_sum')
 
 
 def place(name):
@@ -53,7 +35,7 @@ def conversations(num=8, seed=0):
 
 @functools.cache
 def documents():
-  """Conversations with an advantage each, and with old, behavior and reference logprobs near those of the policy."""
+  """Conversations with an advantage each, and behavior logprobs near those of the policy."""
   rng, (_, _, learner, trainable, frozen) = np.random.default_rng(1), setting('one')
   found = conversations()
   batch = batching.pack_rows([[document] for document in found], LENGTH, denominator=1, aggregation='token_sum')
@@ -61,105 +43,10 @@ def documents():
   made = []
   for row, document in enumerate(found):
     own_T = np.concatenate([[0], logprobs_BT[row, :len(document.tokens_T) - 1]])
-
-    def near(size):
-      return np.where(document.loss_mask_T, own_T + rng.normal(0, size, own_T.shape), np.nan).astype(np.float32)
-
+    behavior_T = np.where(document.loss_mask_T, own_T + rng.normal(0, 0.3, own_T.shape), np.nan).astype(np.float32)
     made.append(dataclasses.replace(document, per_token={
-        'advantages': np.full(own_T.shape, rng.normal(), np.float32), 'old_logprobs': near(0.3), 'behavior_logprobs': near(0.3),
-        'reference_logprobs': near(0.3)}))
+        'advantages': np.full(own_T.shape, rng.normal(), np.float32), 'behavior_logprobs': behavior_T}))
   return made
-
-
-def padded(rows):
-  """One shape for all splits, so that it compiles once."""
-  return rows + [[]] * (8 - len(rows))
-
-
-def step_gradient(name, loss, micro_batches, packed, aggregation):
-  """The gradient of one optimizer step over `documents`, one or two in a row, the rows spread over the micro-batches."""
-  _, _, learner, trainable, frozen = setting(name, policy=LOSSES[loss])
-  docs = documents()
-  denominator = batching.step_denominator(docs, aggregation, max_length=10)
-  spread = [[document] for document in docs] if not packed else [docs[row::4] for row in range(4)]
-  rows = [row for part in range(micro_batches) for row in padded(spread[part::micro_batches])]
-  batch = batching.pack_rows(rows, LENGTH, denominator=denominator, aggregation=aggregation)
-  total, metrics = None, None
-  for part in batching.micro_batches(batch, micro_batches):
-    grads, more = learner.gradient(trainable, frozen, batching.to_global(part, place(name)))
-    total = grads if total is None else learner.accumulate(total, grads)
-    metrics = more if metrics is None else metrics_lib.merge(metrics, more)
-  return jax.tree.map(np.asarray, total), metrics_lib.compute(metrics)
-
-
-@functools.cache
-def expected(loss, aggregation):
-  return step_gradient('one', loss, 1, True, aggregation)
-
-
-@pytest.mark.parametrize('packed', [True, False])
-@pytest.mark.parametrize('micro_batches', [1, 2, 4])
-@pytest.mark.parametrize('name', ['one', 'fsdp2', 'seq2'])
-@pytest.mark.parametrize('loss', LOSSES)
-def test_gradient_is_the_same_however_a_step_is_split(loss, name, micro_batches, packed):
-  for aggregation in AGGREGATIONS:
-    grads, metrics = step_gradient(name, loss, micro_batches, packed, aggregation)
-    wanted, wanted_metrics = expected(loss, aggregation)
-    check_equal(grads, wanted)
-    assert metrics.keys() == wanted_metrics.keys()
-    for key, value in wanted_metrics.items():
-      assert metrics[key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
-    assert 0 < metrics['policy/pg_clipfrac'] < 1
-
-
-@functools.cache
-def loss_gradient(loss):
-  """The gradient of a loss with respect to the policy's logprobs, which stand in the batch as values."""
-
-  def total(logprobs_BT, batch):
-    loss_BT, metrics = losses.policy_loss_BT(logprobs_BT, batch.replace(values_BT=None, returns_BT=None), CORRECTED[loss][1])
-    return jnp.sum(loss_BT * batch.loss_weight_BT), metrics
-
-  return jax.jit(lambda batch: jax.grad(total, has_aux=True)(batch.values_BT, batch))
-
-
-def split_gradient(name, loss, micro_batches, packed):
-  """Return {token: gradient of the loss with respect to its logprob}, and the metrics of the step."""
-  mesh, layout = setting(name)[:2]
-  rng, docs, first = np.random.default_rng(2), [], 1
-  for document in documents():
-    size = len(document.tokens_T)
-    logprobs = document.per_token['old_logprobs'] + rng.normal(0, 0.3, size)
-    numbers = np.arange(first, first + size)
-    docs.append(dataclasses.replace(document, per_token={**document.per_token, 'values': logprobs.astype(np.float32),
-                                                         'returns': numbers.astype(np.float32)}))
-    first += size
-  spread = [[document] for document in docs] if not packed else [docs[row::4] for row in range(4)]
-  rows = [row for part in range(micro_batches) for row in padded(spread[part::micro_batches])]
-  denominator = batching.step_denominator(docs, 'sequence_mean')
-  batch = batching.pack_rows(rows, LENGTH, denominator=denominator, aggregation='sequence_mean')
-  found, metrics = {}, None
-  for part in batching.micro_batches(batch, micro_batches):
-    with jax.set_mesh(mesh):
-      grads_BT, more = loss_gradient(loss)(batching.to_global(part, batching.Place.of(layout, mesh)))
-    grads_BT = batching.to_host(grads_BT, batching.Place.of(layout, mesh), LENGTH)
-    is_sampled = part.loss_weight_BT != 0
-    assert not grads_BT[~is_sampled].any()
-    found |= dict(zip(part.returns_BT[is_sampled].tolist(), grads_BT[is_sampled].tolist(), strict=True))
-    metrics = more if metrics is None else metrics_lib.merge(metrics, more)
-  return found, metrics_lib.compute(metrics)
-
-
-@pytest.mark.parametrize('name', ['one', 'fsdp2', 'seq2'])
-@pytest.mark.parametrize('loss', CORRECTED)
-def test_every_loss_is_the_same_however_a_step_is_split(loss, name):
-  wanted, wanted_metrics = split_gradient('one', loss, 1, True)
-  assert 0 < wanted_metrics[f'mismatch/{CORRECTED[loss][0]}_fraction'] < 1 and len(wanted) > 20
-  for micro_batches in (1, 2, 4):
-    for packed in (True, False):
-      found, metrics = split_gradient(name, loss, micro_batches, packed)
-      assert found == pytest.approx(wanted, rel=1e-5, abs=1e-7)
-      assert metrics == pytest.approx(wanted_metrics, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize('length', [4096, pytest.param(65_536, marks=pytest.mark.slow)])
@@ -175,7 +62,7 @@ def test_gradient_of_long_trajectories_does_not_depend_on_how_their_length_is_sp
   batch = batching.pack(docs, 2, length, aggregation='sequence_mean')
   found = {}
   for name in ('one', 'seq8_zigzag'):
-    _, _, learner, trainable, frozen = setting(name, policy=LOSSES['token'])
+    _, _, learner, trainable, frozen = setting(name, policy=TOKEN)
     grads, metrics = learner.gradient(trainable, frozen, batching.to_global(batch, place(name)))
     found[name] = jax.tree.map(np.asarray, grads), metrics_lib.compute(metrics)
   check_equal(found['seq8_zigzag'][0], found['one'][0])
@@ -183,18 +70,9 @@ def test_gradient_of_long_trajectories_does_not_depend_on_how_their_length_is_sp
     assert found['seq8_zigzag'][1][key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
 
 
-def test_losses_and_aggregations_are_different_objectives():
-  found = [expected(loss, aggregation)[0]['norm'] for loss in LOSSES for aggregation in AGGREGATIONS]
-  for index, one in enumerate(found):
-    for other in found[:index]:
-      assert np.linalg.norm(one - other) > 1e-2 * min(np.linalg.norm(one), np.linalg.norm(other))
-
-
 def on_policy_batch(name='one', **fields):
   """One micro-batch without old or reference logprobs."""
-  docs = [dataclasses.replace(document, per_token={key: document.per_token[key] for key in ('advantages', 'behavior_logprobs')})
-          for document in documents()]
-  batch, = batching.pack_step(docs, 4, LENGTH, aggregation='token_mean')
+  batch, = batching.pack_step(documents(), 4, LENGTH, aggregation='token_mean')
   return batching.to_global(batch, place(name)).replace(**fields)
 
 
