@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from configs import grpo, ppo
+from models import sharding
 from rl import checkpoint, train_rl
 from rl import config as config_lib
 from rl import learner as learner_lib
@@ -97,8 +98,8 @@ def interrupted(model, tmp_path_factory):  # noqa: F811
   """A run with a critic, a queue, an adapted KL term, a proxy and a monitor; and another that an alarm stops at step 4 and that goes on."""
   found = []
   with pytest.MonkeyPatch.context() as patch:
-    make_mesh = train_rl.sharding.make_mesh
-    patch.setattr(train_rl.sharding, 'make_mesh', lambda **sizes: make_mesh(**sizes, devices=jax.devices()[:1]))
+    make_mesh = sharding.make_mesh
+    patch.setattr(sharding, 'make_mesh', lambda **sizes: make_mesh(**sizes, devices=jax.devices()[:1]))
     config = make_config(model, **EVERYTHING)
     for asked in ({3: 'warn'}, {2: 'snapshot', 4: 'stop'}):
       workdir = tmp_path_factory.mktemp('everything')

@@ -12,6 +12,7 @@ import pytest
 from configs import reward_model as reward_config
 from envs.core import Domain, Generated, Task
 from launch import report_page, report_run, report_text
+from models import sharding
 from rl import checkpoint, policy, train_preference, train_rl
 from rl import config as config_lib
 from rl import learner as learner_lib
@@ -54,8 +55,8 @@ def judge(model, tmp_path_factory):  # noqa: F811
       'data.max_segments': 4, 'num_steps': 60, 'eval_every_steps': 60, 'checkpoint_every_steps': 60, 'layout.remat': 'none',
       'layout.compute_dtype': 'float32', 'mesh.fsdp': 1, 'optimizer.learning_rate': 5e-3})
   with pytest.MonkeyPatch.context() as patch:
-    make_mesh = train_rl.sharding.make_mesh
-    patch.setattr(train_rl.sharding, 'make_mesh', lambda **sizes: make_mesh(**sizes, devices=jax.devices()[:1]))
+    make_mesh = sharding.make_mesh
+    patch.setattr(sharding, 'make_mesh', lambda **sizes: make_mesh(**sizes, devices=jax.devices()[:1]))
     results = train_preference.run(config_lib.build(train_preference.RewardConfig, config), root / 'run')
   assert results['heldout/accuracy'] > 0.95
   return root / 'run'
@@ -124,8 +125,8 @@ def hacked(model, tmp_path_factory):  # noqa: F811
   """Two runs (directory, steps of checkpoints, of snapshots): one that keeps a snapshot, and one that stops, and goes on some steps more."""
   root, found = tmp_path_factory.mktemp('hacked'), []
   with pytest.MonkeyPatch.context() as patch:
-    make_mesh = train_rl.sharding.make_mesh
-    patch.setattr(train_rl.sharding, 'make_mesh', lambda **sizes: make_mesh(**sizes, devices=jax.devices()[:1]))
+    make_mesh = sharding.make_mesh
+    patch.setattr(sharding, 'make_mesh', lambda **sizes: make_mesh(**sizes, devices=jax.devices()[:1]))
 
     def run(name, **changes):
       config = against_hackable(model, **changes)
