@@ -105,7 +105,7 @@ def run(config: TrainConfig, workdir: str | Path) -> dict[str, float]:
   """Train to `num_steps`, from the newest checkpoint in `workdir` if there is one; return the last evaluation; raises as `offline.run`."""
   defaults = TrainConfig(model=ModelSource(config.model.path), data=DataConfig(config.data.tasks), num_steps=config.num_steps)
   directory = Path(workdir) / run_lib.CHECKPOINTS
-  mixture = open_data(config.data)
+  mixture = open_data(config.data, has_evaluations=config.eval_every_steps > 0)
   plan, results = config.plan(), {}
   done = _refuse_other_past(plan, directory, workdir)
   for phase in plan:
@@ -130,9 +130,13 @@ def _refuse_other_past(plan: tuple[Phase, ...], directory: Path, workdir: str | 
   return steps[-1]
 
 
-def open_data(data: DataConfig) -> Any:
-  """Check all the data and return it as a mixture; raises as `tasks.build_mixture`."""
-  return tasks.build_mixture(tasks.MixtureConfig(data.tasks, data.rates))
+def open_data(data: DataConfig, *, has_evaluations: bool) -> Any:
+  """Check all the data and return it as a mixture; raises as `tasks.build_mixture`, and ValueError where there is nothing to learn or score."""
+  mixture = tasks.build_mixture(tasks.MixtureConfig(data.tasks, data.rates))
+  tasks.check_not_empty(mixture, 'train', is_endless=True)
+  if has_evaluations:
+    tasks.check_not_empty(mixture, 'heldout')
+  return mixture
 
 
 def set_up(config: TrainConfig, phase: Phase | None = None, mixture: Any = None) -> tuple[SupervisedStage, Params]:
@@ -143,7 +147,7 @@ def set_up(config: TrainConfig, phase: Phase | None = None, mixture: Any = None)
   Raises:
     ValueError, FileNotFoundError: what is wrong with the data, the mesh, the layout or the model.
   """
-  mixture = open_data(config.data) if mixture is None else mixture
+  mixture = open_data(config.data, has_evaluations=config.eval_every_steps > 0) if mixture is None else mixture
   plan = config.plan()
   phase = plan[0] if phase is None else phase
   tokenizer, source, mesh, layout, place = run_lib.open_model(config, *(each.rows for each in plan))

@@ -75,7 +75,7 @@ def set_up(config: DistillationConfig, workdir: str | Path) -> tuple[Distillatio
   Raises:
     ValueError, FileNotFoundError: what is wrong with the data, the mesh, the layout, the student or the teacher.
   """
-  mixture = train.open_data(config.data)
+  mixture = train.open_data(config.data, has_evaluations=config.eval_every_steps > 0)
   tokenizer, source, mesh, layout, place = run_lib.open_model(config, config.data.rows)
   tasks.check_vocabulary(mixture, source.vocab_size)
   teacher = teacher_lib.find(config.teacher, source, tokenizer, mesh, layout)

@@ -183,11 +183,17 @@ def examples(
   _check_split(split)
   if position < 0 or seed < 0 or (num_epochs is not None and num_epochs < 1):
     raise ValueError(f'position={position} and seed={seed} must be at least 0, num_epochs={num_epochs} at least 1, or None.')
-  empty = [task.name.split(':')[0] for task in mixture.tasks if task.num_input_examples(split) == 0]
-  if len(empty) == len(mixture.tasks) or (empty and num_epochs is None):
-    raise ValueError(
-        f'Split {split!r} of {", ".join(empty)} is empty, so there is nothing to draw; change heldout_fraction or leave the task out.')
+  check_not_empty(mixture, split, is_endless=num_epochs is None)
   return _stream(mixture, seed=seed, position=position, split=split, num_epochs=num_epochs, shuffle=shuffle)
+
+
+def check_not_empty(mixture: Any, split: str, *, is_endless: bool = False) -> None:
+  """Raise ValueError if no task has examples in a split, or with `is_endless`, which draws from all of them, if one has none."""
+  empty = [task.name.split(':')[0] for task in mixture.tasks if task.num_input_examples(split) == 0]
+  if len(empty) == len(mixture.tasks) or (empty and is_endless):
+    without = ', set eval_every_steps=0' if split == 'heldout' else ''
+    raise ValueError(f'Split {split!r} of {", ".join(empty)} is empty, so there is nothing to draw; change heldout_fraction{without} or leave '
+                     'the task out.')
 
 
 def _stream(mixture: Any, *, seed: int, position: int, split: str, num_epochs: int | None, shuffle: bool) -> Iterator[records.Example]:

@@ -238,6 +238,8 @@ BAD = [
     (['--config.lora.rank=-1'], 'config.lora: rank=-1 must be 0 (train everything) or positive'),
     (["--config.data.tasks.train.paths=('/nowhere/*.jsonl',)"], '/nowhere/*.jsonl'),
     (['--config.data.tasks.train.schema=chat'], 'messages'),
+    (['--config.data.tasks.train.heldout_fraction=0'], "Split 'heldout' of train is empty, so there is nothing to draw; change heldout_fraction, "
+     'set eval_every_steps=0 or leave the task out'),
 ]
 
 
