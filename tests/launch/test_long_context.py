@@ -137,7 +137,7 @@ def test_only_the_future_may_change(files, finished):
 
 @pytest.mark.parametrize('changes, message', [
     ({'num_steps': 9}, r'phases have 3 \+ 5 = 8 steps, but num_steps=9'),
-    ({'phases': (PHASES[0], {**PHASES[1], 'rope': {'scaling': 'yarn'}})}, "rope.scaling='yarn' needs rope.original_length"),
+    ({'phases': (PHASES[0], {**PHASES[1], 'rows': 2, 'rope': {'scaling': 'yarn'}})}, "rope.scaling='yarn' needs rope.original_length"),
     ({'phases': (PHASES[0], {**PHASES[1], 'lenght': 8})}, r'config.phases\[1\].lenght=8 is not a known key; did you mean'),
     ({'phases': (PHASES[0], {**PHASES[1], 'rows': 3})}, 'rows=3 of a batch do not divide over the 2 shards'),
     ({'layout': {'order': 'striped'}}, "layout.order='striped' deals neighbors"),
