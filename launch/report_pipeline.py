@@ -67,10 +67,13 @@ def _entry(stage: Stage, records: Mapping[str, Mapping[str, Any]], earlier: Mapp
   if stage.model:
     entry['model'] = {'path': stage.model, 'fingerprint': lineage.fingerprint(stage.model)}
   if records:
+    # Data that an earlier stage had made, this one did not.
+    made = {data['name'] for other in earlier.values() for data in other['data']}
+    work = [record for name, record in records.items() if name not in made]
     entry |= {'revision': records[stage.actions[-1].name]['revision'], 'start_s': min(record['start_s'] for record in records.values()),
               'end_s': max(record['end_s'] for record in records.values()),
-              'work_s': sum(record['last_attempt_s'] for record in records.values()),
-              'work_cpu_s': sum(record['last_attempt_cpu_s'] for record in records.values()),
+              'work_s': sum(record['last_attempt_s'] for record in work),
+              'work_cpu_s': sum(record['last_attempt_cpu_s'] for record in work),
               'attempts': max(record['attempts'] for record in records.values())}
   return entry
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from launch import report_pipeline
+from launch.pipeline_plan import Action, Stage
 from rl import monitor
 from tests.launch.test_report import trajectory
 
@@ -86,3 +87,14 @@ def test_the_key_metric_of_a_run(tmp_path, lines, expected):
   (tmp_path / 'metrics.jsonl').write_text(''.join(json.dumps({'step': step, 'time_s': float(step), **line}) + '\n'
                                                   for step, line in enumerate(lines, 1)))
   assert report_pipeline._key_metric('reward', tmp_path) == expected
+
+
+def test_data_of_two_stages_is_the_work_of_the_first():
+  action = Action('data/pairs_sft', ('-m', 'launch.prepare_pairs'), (), 'pairs.jsonl')
+  record = {'command': ['-m'], 'files': [], 'report': {}, 'revision': 'x', 'start_s': 1.0, 'end_s': 9.0, 'attempts': 1, 'last_attempt_s': 8.0,
+            'last_attempt_cpu_s': 12.0}
+  found = {}
+  for name in ('reward', 'preference'):
+    found[name] = report_pipeline._entry(Stage(name, 'sft', (action,), ''), {action.name: record}, dict(found))
+  assert [(entry['work_s'], entry['work_cpu_s']) for entry in found.values()] == [(8.0, 12.0), (0, 0)]
+  assert [entry['data'][0]['name'] for entry in found.values()] == ['data/pairs_sft'] * 2
