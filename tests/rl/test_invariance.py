@@ -63,12 +63,10 @@ CROSSED = {
         kind='reinforce', importance_mode='mask', importance_low=0.7, importance_cap=1.3)),
     'entropy': ('policy/pg_clipfrac', PolicyLossConfig(entropy_coef=0.1)),
 }
-# These, and what the presets have beside them; presets of one loss differ in what is no part of it.
-POLICY = {name: loss for name, (_, loss) in CROSSED.items()}
-for preset in grpo.PRESETS:
-  loss_of_preset = config_lib.build(PolicyLossConfig, grpo.get_config(f'variant={preset}').loss)
-  if loss_of_preset not in POLICY.values():
-    POLICY[f'preset_{preset}'] = loss_of_preset
+PRESETS = {name: config_lib.build(PolicyLossConfig, grpo.get_config(f'variant={name}').loss) for name in grpo.PRESETS}
+# Many presets differ in what is no part of a loss.
+POLICY = {name: loss for name, (_, loss) in CROSSED.items()} | {
+    f'preset_{name}': loss for name, loss in PRESETS.items() if name == next(other for other in PRESETS if PRESETS[other] == loss)}
 PREFERENCE = {name: config_lib.build(PreferenceLossConfig, dpo.get_config(f'variant={name}').loss) for name in dpo.VARIANTS}
 PREFERENCE['mean'] = PreferenceLossConfig(reduce='mean', margin=0.2, nll_coef=0.3)
 DISTILLATION = {
@@ -249,11 +247,12 @@ def batches(name, data, micro_batches, packed, aggregation):
     denominator = batching.step_denominator(documents, aggregation, max_length=10)
     found = batching.micro_batches(batching.pack_rows(rows, LENGTH, denominator=denominator, aggregation=aggregation), micro_batches)
     found = [batch.replace(preferences=(np.zeros_like(batch.loss_weight_BT),) * len(DIMENSIONS)) for batch in found]
-  return [batching.to_global(like_all(batch), place).replace(reference_point=point, temperature=scalar(name, np.float32(1.5))) for batch in found]
+  scalars = {'reference_point': point, 'temperature': scalar(name, np.float32(1.5))}
+  return [batching.to_global(with_all_fields(batch), place).replace(**scalars) for batch in found]
 
 
-def like_all(batch):
-  """Padding has all the fields, too."""
+def with_all_fields(batch):
+  """Batches of one structure, so that one program takes them: padding has what its neighbors have, too."""
   fields = {f'{key}_BT': np.float32 for key in types.PER_TOKEN} | {f'{key}_BTJ': kind for key, kind in types.PER_TOKEN_WORDS.items()}
   shape = batch.tokens_BT.shape
   return batch.replace(**{key: np.zeros(shape + (NUM_WORDS,) * key.endswith('J'), kind) for key, kind in fields.items()
@@ -277,8 +276,8 @@ def expected(loss, aggregation='sequence_mean'):
   return step_gradient('one', loss, 1, True, aggregation)
 
 
-def check_step(found, wanted):
-  check_equal(found[0], wanted[0])
+def check_step(found, wanted, bound=1e-6):
+  check_equal(found[0], wanted[0], bound)
   assert found[1].keys() == wanted[1].keys()
   for key, value in wanted[1].items():
     assert found[1][key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
@@ -288,7 +287,8 @@ def check_step(found, wanted):
 @pytest.mark.parametrize('name', [*MESHES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_MESHES)])
 def test_gradient_is_the_same_however_a_step_is_split(name, loss):
   for micro_batches, packed in SPLITS:
-    check_step(step_gradient(name, loss, micro_batches, packed), expected(loss))
+    # Sums over 8 devices are rounded more often.
+    check_step(step_gradient(name, loss, micro_batches, packed), expected(loss), 2e-6 if 'ulysses' in name else 1e-6)
 
 
 @pytest.mark.parametrize('aggregation', [one for one in AGGREGATIONS if one != 'sequence_mean'])
@@ -338,5 +338,4 @@ def test_no_kind_is_left_out(configs, field, kinds):
 
 def test_every_preset_and_estimator_is_there():
   assert set(losses.KL_ESTIMATORS) == {config.kl_estimator for config in POLICY.values() if config.kl_coef}
-  for preset in grpo.PRESETS:
-    assert config_lib.build(PolicyLossConfig, grpo.get_config(f'variant={preset}').loss) in POLICY.values(), preset
+  assert set(PRESETS.values()) <= set(POLICY.values()) and PRESETS.keys() == grpo.PRESETS.keys()
