@@ -84,8 +84,8 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
 
 
 def fit_small(config: ml_collections.ConfigDict) -> None:
-  """Fit a model of some hundred million parameters and two CPU cores: tasks whose texts are short, LoRA in every stage but the student's."""
-  short = {'num_words': 60, 'hops': 1}
+  """Fit a model of some hundred million parameters and two CPU cores: tasks whose texts are short, LoRA in every stage."""
+  short = {'num_words': 60, 'hops': 2}
   config.mixture.components = {
       'general': component(0.40, {'word_problems/generated': domain(levels=(1,))}, count=800),
       'code': component(0.25, {'programs/generated': domain(levels=(1,))}, count=500),
@@ -93,10 +93,11 @@ def fit_small(config: ml_collections.ConfigDict) -> None:
       'tools': component(0.15, {'arithmetic/python': domain(levels=(1, 2))}, count=300),
   }
   config.domains = {
-      'arithmetic/python': domain(weight=0.55, levels=(1, 2)),  # there is most to find out by sampling
-      'programs/generated': domain(weight=0.20, levels=(1,)),
-      'word_problems/generated': domain(weight=0.15, levels=(1,)),
-      'longcontext/hops': domain(weight=0.10, **short),
+      'word_problems/generated': domain(weight=0.20, levels=(1,)),
+      'programs/generated': domain(weight=0.25, levels=(1,)),
+      'longcontext/hops': domain(weight=0.20, **short),
+      # One level: calls of the two differ in their first bracket, so what few pairs say of one level, a small model takes to be said of both.
+      'arithmetic/python': domain(weight=0.35, levels=(2,)),
   }
   config.layout.scan = False  # on CPU unrolled layers are a sixth faster
   config.layout.remat = 'none'
@@ -114,17 +115,19 @@ def fit_small(config: ml_collections.ConfigDict) -> None:
     stage.data.length = 384
     stage.data.micro_batches = 1
     stage.data.heldout_fraction = 0.25
-  config.sft.num_steps = 15  # more would leave little to sample: a policy that is sure of itself explores nothing
+  config.sft.num_steps = 12  # more would leave little to find out: a policy that is sure of itself samples nothing new
   config.sft.optimizer.learning_rate = 5e-4
-  config.reward.num_steps = 12
-  config.reward.eval_every_steps = 12
-  config.reward.optimizer.learning_rate = 1e-3
+  config.reward.num_steps = 14
+  config.reward.eval_every_steps = 14
+  config.reward.optimizer.learning_rate = 3e-4
   config.preference.num_steps = 8
   config.preference.eval_every_steps = 8
   config.preference.optimizer.learning_rate = 3e-5
   config.student_layers = (0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 17)  # of 18; of the slices tried, those without later middle layers lost least
   config.student.num_steps = 40
-  config.student.optimizer.learning_rate = 2e-4
+  config.student.lora.rank = 64
+  config.student.loss.update({'alpha': 0.5, 'temperature': 1.0})
+  config.student.optimizer.update({'learning_rate': 1e-3, 'warmup_steps': 4})
   config.rlvr.update({'num_steps': 20, 'groups': 8, 'group_size': 8, 'aggregation': 'token_mean', 'length': 256, 'rows': 8,
                       'checkpoint_every_steps': 10})
   config.rlvr.rollout.update({'max_new_tokens': 56, 'max_length': 192, 'slots': 64, 'steps_per_launch': 2})
