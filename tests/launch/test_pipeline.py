@@ -84,8 +84,8 @@ def record(workdir, name):
 def without_times(value):
   """Return JSON values without times, attempts, the code's revision, and the digests of checkpoints, in whose files times stand."""
   if isinstance(value, dict):
-    return {key: without_times(inner) for key, inner in value.items()
-            if not re.fullmatch(r'(start|end|work(_cpu)?|last_attempt(_cpu)?|time)_s|attempts|revision|timing_s.*|speed/.*|rollout/tokens_per_s', key)}
+    left_out = r'(start|end|time)_s|(work|last_attempt)(_cpu)?_s|attempts|revision|timing_s.*|speed/.*|rollout/tokens_per_s'
+    return {key: without_times(inner) for key, inner in value.items() if not re.fullmatch(left_out, key)}
   if isinstance(value, list):
     return [without_times(inner) for inner in value]
   return re.sub('^(step [0-9]+): .*', r'\1', value) if isinstance(value, str) else value
