@@ -136,7 +136,9 @@ class ToolEnv(gymnasium.Env[Observation, Any]):
       return self._end((), Outcome.TURNS, Verdict(0.0, Reason.TRUNCATED))
     messages: list[Message] = []
     try:
-      is_answer = not (self._call(parsed, messages) if is_call else self._act(parsed.content, messages))
+      if is_call:
+        self._call(parsed, messages)
+      is_answer = not is_call and not self._act(parsed.content, messages)
     except EnvironmentFailure as error:
       _logger.warning('%s: a tool failed: %s', self._progress.problem.id, error)
       return self._end(tuple(messages), Outcome.ENV_ERROR, None)
@@ -178,12 +180,11 @@ class ToolEnv(gymnasium.Env[Observation, Any]):
       return self._end((), Outcome.OK if is_over else Outcome.TURNS, self._verify(reply))
     return messages, 0.0, False, False, self._progress.info(parts=parts)
 
-  def _call(self, parsed: tool_calls.Parsed, messages: list[Message]) -> bool:
-    """Run a reply's calls and append what answers them; EnvironmentFailure if a tool failed. True: the policy goes on."""
+  def _call(self, parsed: tool_calls.Parsed, messages: list[Message]) -> None:
+    """Run a reply's calls and append what answers them; EnvironmentFailure if a tool failed."""
     for call in parsed.calls:
       messages.append(self._run(call))
     messages.extend(self._observe(f'Error: {error}', is_error=True) for error in parsed.errors)
-    return True
 
   def _act(self, reply: str, messages: list[Message]) -> bool:
     """Give the session a reply without calls and append what it shows; return whether that was a move and not the last reply."""
