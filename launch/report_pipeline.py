@@ -23,7 +23,7 @@ _KEY_METRICS: Mapping[str, Sequence[str]] = {
     'sft': ('heldout/loss_nats', 'train/loss_nats'),
     'reward': ('heldout/accuracy', 'reward_model/accuracy'),
     'preference': ('heldout/accuracy', 'preference/accuracy'),
-    'rlvr': ('heldout/pass@1', 'critic/score/mean'),
+    'rlvr': ('heldout/pass@1',),  # rewards of its steps are of other problems each time, under a curriculum also harder ones
     'student': ('heldout/agreement', 'heldout/loss_nats', 'train/loss_nats'),
 }
 
