@@ -63,6 +63,13 @@ class ToolError(Exception):
   """The policy used a tool wrongly; the message is its observation."""
 
 
+def check_parts(parts: Mapping[str, float]) -> None:
+  """Raise ValueError if a score of a part of the work is no number from 0 to 1."""
+  for name, value in parts.items():
+    if not 0 <= value <= 1:
+      raise ValueError(f'parts[{name!r}]={value} must be a number from 0 to 1.')
+
+
 @dataclass(frozen=True)
 class Verdict:
   """What a verifier says of a reply.
@@ -83,9 +90,9 @@ class Verdict:
   def __post_init__(self):
     if (self.score is None) != (self.reason == Reason.VERIFIER_ERROR):
       raise ValueError(f'score={self.score} with reason={self.reason}: a score is None exactly when the verifier failed.')
-    for name, value in (('score', self.score), *((f'parts[{name!r}]', value) for name, value in self.parts.items())):
-      if value is not None and not 0 <= value <= 1:
-        raise ValueError(f'{name}={value} must be a number from 0 to 1.')
+    if self.score is not None and not 0 <= self.score <= 1:
+      raise ValueError(f'score={self.score} must be a number from 0 to 1.')
+    check_parts(self.parts)
 
   @property
   def is_valid(self) -> bool:

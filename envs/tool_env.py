@@ -22,7 +22,7 @@ from typing import Any
 import gymnasium
 
 from envs import registry, spaces, tool_calls
-from envs.core import Domain, EnvironmentFailure, Message, Outcome, Problem, Reason, Session, Tool, ToolError, Verdict
+from envs.core import Domain, EnvironmentFailure, Message, Outcome, Problem, Reason, Session, Tool, ToolError, Verdict, check_parts
 
 _OPTIONS = ('problem', 'split', 'level', 'index')
 _MIN_OBSERVATION_CHARS = 100
@@ -172,7 +172,8 @@ class ToolEnv(gymnasium.Env[Observation, Any]):
   def _go_on(self, messages: Observation, reply: str, is_last: bool) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
     """Return what a step returns after a reply that was not the last of its own accord, unless the session or the turns are over."""
     try:
-      is_over, parts = self._session.is_over, Verdict(0.0, Reason.WRONG, self._session.parts()).parts  # held to 0 to 1 as a verdict's are
+      is_over, parts = self._session.is_over, self._session.parts()
+      check_parts(parts)
     except Exception:  # the boundary to the domain's code, as in `_verify`
       _logger.warning('%s: the session raised', self._progress.problem.id, exc_info=True)
       return self._end((), Outcome.OK, Verdict(None, Reason.VERIFIER_ERROR))

@@ -76,17 +76,19 @@ def test_stages_without_evaluations_have_no_table_of_them(tmp_path):
   assert 'pass@1' not in text and row(text, 'base') == ['base'] and text.endswith('The policy is in base.gguf.')
 
 
-@pytest.mark.parametrize('lines, expected', [
-    ([{'heldout/accuracy': 0.5, 'heldout/comparisons': 20.0}, {'heldout/accuracy': 0.75, 'heldout/comparisons': 20.0}],
+@pytest.mark.parametrize('stage, lines, expected', [
+    ('reward', [{'heldout/accuracy': 0.5, 'heldout/comparisons': 20.0}, {'heldout/accuracy': 0.75, 'heldout/comparisons': 20.0}],
      metric('heldout/accuracy', (1, 0.5), (2, 0.75), 20)),
-    ([{'reward_model/accuracy': 0.5}, {'reward_model/accuracy': 0.25}], metric('reward_model/accuracy', (1, 0.5), (2, 0.25))),
-    ([{'train/loss': 1.0}], None),
+    ('reward', [{'reward_model/accuracy': 0.5}, {'reward_model/accuracy': 0.25}], metric('reward_model/accuracy', (1, 0.5), (2, 0.25))),
+    ('reward', [{'train/loss': 1.0}], None),
+    # The rewards of two steps are of different problems.
+    ('rlvr', [{'critic/score/mean': 0.5}, {'critic/score/mean': 0.25}], None),
 ])
-def test_the_key_metric_of_a_run(tmp_path, lines, expected):
+def test_the_key_metric_of_a_run(tmp_path, stage, lines, expected):
   monitor.write_config(tmp_path, {'stage': 'reward', 'model': {'path': 'm'}, 'num_steps': 2, 'seed': 0}, {})
   (tmp_path / 'metrics.jsonl').write_text(''.join(json.dumps({'step': step, 'time_s': float(step), **line}) + '\n'
                                                   for step, line in enumerate(lines, 1)))
-  assert report_pipeline._key_metric('reward', tmp_path) == expected
+  assert report_pipeline._key_metric(stage, tmp_path) == expected
 
 
 def test_data_of_two_stages_is_the_work_of_the_first():

@@ -156,7 +156,8 @@ def in_two_processes(arguments):
   return [(process.returncode, log) for process, log in zip(processes, logs, strict=True)]
 
 
-@pytest.mark.parametrize('stage', ['supervised', pytest.param('distillation', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('stage', ['supervised', *(pytest.param(stage, marks=pytest.mark.slow)
+                                                   for stage in ('preference', 'reward', 'distillation'))])
 def test_two_processes_compute_what_one_does(files, finished, stage):
   """Each has one of the devices that one process has two of; both write one checkpoint, and one of them the metrics."""
   workdir = files / f'{stage}_two_processes'
