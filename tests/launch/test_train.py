@@ -117,7 +117,9 @@ def test_a_run_learns_and_reports(finished):
   assert list((workdir / 'tensorboard').iterdir())
 
 
-@pytest.mark.parametrize('stage', stages.STAGES)
+# Preference and RL are killed in tests/rl too, and reward models are trained by the loop of preferences.
+@pytest.mark.parametrize('stage', [pytest.param(stage, marks=[pytest.mark.slow] * (stage in ('preference', 'reward', 'rl')))
+                                   for stage in stages.STAGES])
 def test_kill_9_at_a_random_step_changes_nothing(files, finished, stage):
   is_first = stage == 'supervised'
   workdir, whole = files / f'{stage}_killed', finished[0] if is_first else files / f'{stage}_whole'

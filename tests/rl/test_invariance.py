@@ -31,7 +31,7 @@ from rl.losses_preference import PreferenceLossConfig
 from rl.losses_reward import RewardLossConfig, ValueLossConfig
 from rl.types import Document, Params
 from tests import tiny
-from tests.rl.test_learner import check_equal
+from tests.rl.test_learner import check_equal, split
 
 CONFIG = tiny.config()
 TEACHER = tiny.config(num_layers=1, layer_pattern=('global',), embed_dim=24, mlp_dim=40)
@@ -213,16 +213,6 @@ def pairs():
                             weight, conversation(rng, 10)) for row, weight in enumerate((1.0, 0.5, 2.0, 1.5))]
 
 
-def split(items, micro_batches):
-  """Spread rows over micro-batches, and those of one over its devices; one shape for all, so that it compiles once."""
-  rows = [[] for _ in range(micro_batches * ROWS)]
-  for part in range(micro_batches):
-    own = items[part::micro_batches]
-    for place, item in enumerate(own):
-      rows[part * ROWS + place * ROWS // len(own)] = item
-  return rows
-
-
 @functools.cache
 def batches(name, data, micro_batches, packed, aggregation):
   """Return the micro-batches of a step on a mesh.
@@ -231,19 +221,19 @@ def batches(name, data, micro_batches, packed, aggregation):
     data: a word that a loss's name starts with: losses of 'pairs' need two texts side by side, of 'texts' whether each is desirable.
   """
   place, texts = setting(name).place, pairs()
-  others = split([[one.mismatched for one in texts]] if packed else [[one.mismatched] for one in texts], micro_batches)
+  others = split([[one.mismatched for one in texts]] if packed else [[one.mismatched] for one in texts], micro_batches, ROWS)
   scored = [score(name, others[start:start + ROWS]) for start in range(0, len(others), ROWS) if any(others[start:start + ROWS])]
   with jax.set_mesh(place.sharding.mesh):
     point = train_preference._reference_point([logprobs_BT for _, logprobs_BT in scored], [batch for batch, _ in scored], len(texts))
   if data in ('pairs', 'texts'):
     if data == 'texts':
       texts = [dataclasses.replace(one, preferences=((1.0, 0.0), (-1.0, 0.0))) for one in texts]
-    rows = split([[0, 1], [2], [3]] if packed else [[0], [1], [2], [3]], micro_batches)
+    rows = split([[0, 1], [2], [3]] if packed else [[0], [1], [2], [3]], micro_batches, ROWS)
     plan = comparisons.Plan(tuple(dataclasses.replace(one, mismatched=None) for one in texts), rows, 4, 0)
     found = comparisons.lay_out(plan, rows=ROWS, length=LENGTH, host_rows=slice(0, ROWS), mean=True).batches
   else:
     documents = [document for one in texts for document in one.documents]
-    rows = split([documents[:4], documents[4:6], documents[6:]] if packed else [[document] for document in documents], micro_batches)
+    rows = split([documents[:4], documents[4:6], documents[6:]] if packed else [[document] for document in documents], micro_batches, ROWS)
     denominator = batching.step_denominator(documents, aggregation, max_length=10)
     found = batching.micro_batches(batching.pack_rows(rows, LENGTH, denominator=denominator, aggregation=aggregation), micro_batches)
     found = [batch.replace(preferences=(np.zeros_like(batch.loss_weight_BT),) * len(DIMENSIONS)) for batch in found]

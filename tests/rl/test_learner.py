@@ -19,7 +19,7 @@ from rl.types import Document
 from tests import tiny
 
 CONFIG = tiny.config()
-LENGTH = 48
+ROWS, LENGTH = 16, 48
 MESHES = {'one': {}, 'fsdp2': {'fsdp': 2}, 'fsdp2_tensor2': {'fsdp': 2, 'tensor': 2}, 'data2_fsdp2': {'data': 2, 'fsdp': 2}, 'seq2': {'seq': 2}}
 # Rows whose length is split, with the order of their tokens.
 LONG_MESHES = {
@@ -64,14 +64,22 @@ def setting(name, rank=0, policy=None):
   return mesh, layout, learner, trainable, frozen
 
 
+def split(items, micro_batches, num_rows):
+  """Spread rows over micro-batches, and those of one over its devices; one shape for all, so that it compiles once."""
+  rows = [[] for _ in range(micro_batches * num_rows)]
+  for part in range(micro_batches):
+    own = items[part::micro_batches]
+    for place, item in enumerate(own):
+      rows[part * num_rows + place * num_rows // len(own)] = item
+  return rows
+
+
 def step_gradient(name, micro_batches, packed, aggregation='token_mean'):
-  """The gradient of one optimizer step over the same documents: one a row, or three a row in rows spread over the micro-batches."""
+  """The gradient of one optimizer step over the same documents, one or three of them a row."""
   mesh, layout, learner, trainable, frozen = setting(name)
   docs = documents()
   denominator = batching.step_denominator(docs, aggregation)
-  rows = [docs[row // micro_batches::4] if row % micro_batches == 0 else [] for row in range(4 * micro_batches)]
-  if not packed:
-    rows = [docs[row:row + 1] for row in range(16)]
+  rows = split([docs[row::4] for row in range(4)] if packed else [[document] for document in docs], micro_batches, ROWS)
   batch = batching.pack_rows(rows, LENGTH, denominator=denominator, aggregation=aggregation)
   place = batching.Place.of(layout, mesh)
   total, loss = None, None

@@ -171,7 +171,7 @@ def check_that_it_resumes(run, config, whole, killed, step):
   checkpoints.check_equal(killed, whole, config.num_steps)
 
 
-@pytest.mark.parametrize('case', ['held', 'kept', 'same_base'])
+@pytest.mark.parametrize('case', ['held', 'kept', pytest.param('same_base', marks=pytest.mark.slow)])
 def test_adapters_learn_from_a_teacher_and_resume(files, case):
   config, workdir = of_adapters(files, case), files / f'adapters_{case}'
   stage, trainable = train_distillation.set_up(config, workdir)
@@ -232,7 +232,8 @@ def first_losses(files, workdir, kept, **sizes):
   return [{key: value for key, value in record.items() if not key.startswith('data/')} for record in without_times(workdir)]
 
 
-@pytest.mark.parametrize('kept', [False, True], ids=['held', 'kept'])
+# How a step with a held teacher is split is in test_invariance too.
+@pytest.mark.parametrize('kept', [pytest.param(False, marks=pytest.mark.slow), True], ids=['held', 'kept'])
 def test_losses_do_not_depend_on_the_mesh(files, tmp_path, kept):
   wanted = first_losses(files, tmp_path / 'one', kept)
   assert len(wanted) == 3 and wanted[2]['train/loss'] < 0.9 * wanted[0]['train/loss']
