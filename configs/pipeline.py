@@ -128,8 +128,8 @@ def fit_small(config: ml_collections.ConfigDict) -> None:
   config.student.lora.rank = 64
   config.student.loss.update({'alpha': 0.5, 'temperature': 1.0})
   config.student.optimizer.update({'learning_rate': 1e-3, 'warmup_steps': 4})
-  config.rlvr.update({'num_steps': 20, 'groups': 8, 'group_size': 8, 'aggregation': 'token_mean', 'length': 256, 'rows': 8,
-                      'checkpoint_every_steps': 10})
+  config.rlvr.update({'num_steps': 12, 'groups': 8, 'group_size': 8, 'aggregation': 'token_mean', 'length': 256, 'rows': 8,
+                      'checkpoint_every_steps': 6})
   config.rlvr.rollout.update({'max_new_tokens': 56, 'max_length': 192, 'slots': 64, 'steps_per_launch': 2})
   config.rlvr.eval.update({'problems': 100, 'every_steps': 0})
   config.rlvr.optimizer.learning_rate = 5e-5
